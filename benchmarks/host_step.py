@@ -42,10 +42,10 @@ from hf_paged.fused import overrides
 from hf_paged.fused.gpu.kernels.gate import gated
 from hf_paged.fused.gpu.kernels.norm import add_norm
 from hf_paged.fused.gpu.kernels.rotary import rotate
+from hf_paged.fused.rows import Norm, NormKind, RotaryKind
 from hf_paged.kernels import ops
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.metadata import step_arrays
-from hf_paged.kernels.rows import Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import sampling as triton_sampling
 

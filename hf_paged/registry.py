@@ -23,6 +23,13 @@ OF_HEADS = "hf_paged.features.encoders.both_ways:report"
 """The place of a function that makes the report of a model with a head for labels, or without a head, if it is an
 encoder."""
 
+BEAMS = "hf_paged.features.beams.beam_request:BeamRequest"
+"""The place of the class of requests that search with beams."""
+
+EDITORS = "hf_paged.features.editors.of_transformers:EDITORS"
+"""The place of a table: for a type of processors of transformers, a function of one and of the number of scores that
+makes its editor, or None."""
+
 WITHOUT_VARIANTS = ("hf_paged.features.adapters.adapters:without_adapters",)
 """Contexts, made of a model, in which it is tried as it is without what requests choose."""
 

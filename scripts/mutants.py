@@ -51,7 +51,8 @@ COUNTS = {  # how many mutants each file gives
     "generation": "paged_generate 8, prepare 6, obstacles 4, validation 5",
     "generation/engine": "scheduler 14, queues 4, tables 6, stepper 14",
     "generation/requests": "batch 6, sequence 4",
-    "generation/sampling": "warpers 6, editors 6",
+    "features/editors": "of_transformers 6",
+    "generation/sampling": "warpers 6",
     "kernels": "sampling 6, reference 8, gather 8, quantised 5, metadata 6",
     "serving": "recipe 5, sampling_options 5",
 }
@@ -67,7 +68,7 @@ EQUIVALENT = {
     "cache/swap.py CudaStreams.run: no call of work": "needs a GPU",
     "cache/swap.py _StagedStore._fetch: True -> False": "needs a GPU",
     "generation/prepare.py StopStrings.criterion: Gt -> GtE": "a cache keeps one result less",
-    "generation/sampling/editors.py _Seen.edit: max -> min, 2": "it looks at the same tokens again",
+    "features/editors/of_transformers.py _Seen.edit: max -> min, 2": "it looks at the same tokens again",
     "kernels/native/draw.c C: if (!(total < INFINITY)) return 0; -> ": "a sum of NaN ends the search: 0 too",
     "kernels/sampling.py ToHost.__init__: True -> False": "needs a GPU",
     "serving/sampling_options.py SamplingOptions._spellings: 0 -> 1": "only a vocabulary of one token shows it",

@@ -46,10 +46,10 @@ PURE = [
     "hf_paged.cache.prefix_cache", "hf_paged.generation.requests.sequence", "hf_paged.generation.engine.tables",
     "hf_paged.generation.engine.prefixes", "hf_paged.generation.engine.queues", "hf_paged.generation.engine.scheduler",
     "hf_paged.features.encoder_decoder.encoders", "hf_paged.features.media.media_memory",
-    "hf_paged.features.rows.state_memory", "hf_paged.generation.sampling.beams", "hf_paged.serving.routing",
+    "hf_paged.features.rows.state_memory", "hf_paged.features.beams.beams", "hf_paged.serving.routing",
 ]  # fmt: skip
 CORE_IMPORTS = {
-    "executors": {"binding", "sizing", "users"},
+    "executors": {"binding", "sizing"},
     "parts": {"binding", "engine"},
     "watching": {"conditions", "obstacles", "prepare", "processors", "support"},
     "ways": {"paged_generate"},
@@ -159,9 +159,6 @@ NOT_OF_THE_CORE = r"(?i)encoder|media|image|video|audio|checkpoint|recurrent|spe
 NAMED = {
     "is_encoder_decoder": "of transformers' configs",
     "EncoderDecoderCache": "of transformers",
-    "EncoderRepetitionPenaltyLogitsProcessor": "of transformers",
-    "EncoderNoRepeatNGramLogitsProcessor": "of transformers",
-    "encoder_input_ids": "of these two",
     "PREPARE_ENCODER": "the name of a method of transformers, which its versions call otherwise",
     "ENCODES_MEDIA": "what transformers has since a version",
     "has_encoder": "a field of `check`, which users read",
@@ -169,7 +166,7 @@ NAMED = {
     "encoder_hits": "the same",
     "adapter": "an argument of `Engine.add_request`",
     "adapters": "a field of `Parts`, which executors read; of PEFT, in refusals",
-    "_adapters": "layers of PEFT, in `model/weights.py`",
+    "_adapters": "layers of PEFT, in `model/picture.py`",
 }
 """The names in the core that are about a feature all the same, and why."""
 
@@ -210,7 +207,9 @@ def test_the_core_imports_no_feature() -> None:
 
 def test_the_tables_name_what_exists() -> None:
     tables = [each.values() for each in (POLICIES, EVICTIONS, TASKS, registry.REPORTS, CODED_FORMATS)]
-    assert all(callable(pkgutil.resolve_name(place)) for place in chain(*tables, registry.WITHOUT_VARIANTS))
+    assert all(
+        callable(pkgutil.resolve_name(place)) for place in chain(*tables, registry.WITHOUT_VARIANTS, [registry.BEAMS])
+    )
 
 
 def test_features_import_few_others() -> None:

@@ -72,7 +72,7 @@ def needs(report: hf_paged.SupportReport, model: Any, users: int, tokens: int) -
     """
     if report.has_encoder:
         raise UsageError(f"--users {users}: of models without an encoder only; {report.model} has one, leave it out")
-    from hf_paged.generation.engine.users import memory_for
+    from hf_paged.cli.users import memory_for
 
     size, mib = memory_for(model, users, tokens), 2**20
     weights = sum(part.nbytes for part in {id(part): part for part in model.parameters()}.values())

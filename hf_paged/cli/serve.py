@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import socket
 import sys
@@ -15,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-import hf_paged
 from hf_paged.cli.common import (
     EXIT_INTERRUPTED,
     Checkpoint,
@@ -34,8 +31,18 @@ from hf_paged.cli.common import (
     source_of,
 )
 from hf_paged.cli.ranks import TensorParallel, is_first_rank, is_rank, on_ranks
-from hf_paged.cli.replicas import check_replicas, engine_options, engine_switches, serve_replicas
-from hf_paged.policies import EVICTIONS, Fair
+from hf_paged.cli.replicas import check_replicas, engine_switches, serve_replicas
+from hf_paged.cli.serve_values import (
+    Policy,
+    adapters_of,
+    check_one_process,
+    configs_of,
+    quantization_in,
+    settings_of,
+    speculative_of,
+    weights_of,
+)
+from hf_paged.policies import EVICTIONS
 
 # As that of a server, so that whoever started it may start it again.
 EXIT_ENGINE_DIED = EXIT_FAILED = 1
@@ -51,12 +58,6 @@ _OF_CLIENTS = ("host", "port", "api_key", "allow_no_key", "key_weights", "admin_
 class DefaultsFrom(StrEnum):
     auto = "auto"
     vllm = "vllm"
-
-
-class Policy(StrEnum):
-    fcfs = "fcfs"
-    priority = "priority"
-    fair = "fair"
 
 
 class Routing(StrEnum):
@@ -234,12 +235,12 @@ def _checked(given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     check_tensor_parallel(given["tensor_parallel_size"], given["device"], given["checkpoint"], source)
     check_replicas(given)
     # For their errors only: wrong values are told before a model is loaded.
-    _quantization(given)
-    _weights(given)
-    _speculative(given)
-    _configs(given)
-    settings = _settings(given)
-    adapters = _adapters(given["adapter"] or [], settings.names)
+    quantization_in(given)
+    weights_of(given)
+    speculative_of(given)
+    configs_of(given)
+    settings = settings_of(given)
+    adapters = adapters_of(given["adapter"] or [], settings.names)
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log the URLs of media, which may have keys
     return settings, adapters
@@ -330,7 +331,7 @@ def _progress() -> Callable[[Any], None]:
 
 def _answer_batch(given: dict[str, Any], requests: Path, output: Path) -> int:
     settings, adapters = _checked(given)
-    _check_one_process("--input", given)
+    check_one_process("--input", given)
     from hf_paged.serving.batch import STANDARD, OutputError, answer_file
     from hf_paged.serving.problems import Problem
     from hf_paged.serving.service import Service
@@ -357,188 +358,10 @@ def _answer_batch(given: dict[str, Any], requests: Path, output: Path) -> int:
     return EXIT_FAILED if done.failed else 0
 
 
-def _settings(given: dict[str, Any]) -> Any:
-    from hf_paged.serving.settings import Limits, Settings
-
-    largest = max(given["max_body_bytes"], given["max_audio_bytes"])
-    return Settings(
-        names=tuple(given["served_model_name"] or [given["checkpoint"]]),
-        api_keys=tuple(given["api_key"] or ()),
-        max_model_len=given["max_model_len"],
-        defaults=given["generation_config"].value,
-        chat_template=_read("--chat-template", given["chat_template"]),
-        response_template=_response_template(given["response_template"]),
-        admin_key=given["admin_key"],
-        weights_folders=tuple(given["weights_folder"] or ()),
-        priorities=given["scheduling_policy"] is not Policy.fcfs,
-        # Without keys, pages of other hosts must not read answers.
-        hosts=None if given["allow_no_key"] else (given["host"].lower(),),
-        media_hosts=_hosts("allow_media_urls", given),
-        private_media_hosts=_hosts("allow_private_media_hosts", given),
-        logits_processors=_processors(given["logits_processor"] or []),
-        limits=Limits(
-            logprobs=given["max_logprobs"],
-            in_flight=given["max_in_flight"],
-            new_tokens=given["default_max_tokens"],
-            request_seconds=given["max_request_seconds"],
-            grammar_seconds=given["max_grammar_seconds"],
-            audio_bytes=given["max_audio_bytes"],
-            audio_seconds=given["max_audio_seconds"],
-            body=given["max_body_bytes"],
-            # Else the largest one would never be taken.
-            bodies=max(2 * largest, Limits().bodies),
-            media_memory=given["max_media_bytes"],
-            **_media_limits(given["limit_mm_per_prompt"]),
-        ),
-    )
-
-
-def _hosts(name: str, given: dict[str, Any]) -> tuple[str, ...]:
-    """The hosts of an option that may be given several times, each time with several. Raises UsageError."""
-    flag, hosts = f"--{name.replace('_', '-')}", [host for part in given[name] or [] for host in part.split(",")]
-    if hosts and find_spec("httpx") is None:
-        raise UsageError(f"{flag} needs httpx; in a checkout: pip install -e '.[media]'")
-    return tuple(host.strip().lower() for host in hosts)
-
-
-def _processors(pairs: list[str]) -> tuple[tuple[str, str], ...]:
-    """Name and place of each registered processor. Raises UsageError."""
-    found: dict[str, str] = {}
-    for pair in pairs:
-        name, _, place = pair.partition("=")
-        if not name.isidentifier() or ":" not in place or name in found:
-            raise UsageError(f"--logits-processor {pair}: write NAME=module:Class, with a name of its own")
-        found[name] = place
-    return tuple(found.items())
-
-
-def _media_limits(text: str | None) -> dict[str, int]:
-    """Fields of Limits. Raises UsageError."""
-    names = {"image": "images", "video": "videos", "audio": "recordings"}
-    try:
-        asked = json.loads(text or "{}")
-        if not isinstance(asked, dict) or not asked.keys() <= names.keys():
-            raise ValueError(f"write an object with the keys {', '.join(names)}")
-    except ValueError as error:
-        raise UsageError(f"--limit-mm-per-prompt {text}: {error}") from None
-    return {names[kind]: count for kind, count in asked.items()}
-
-
-def _read(flag: str, path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag} {path} cannot be read: {error}") from None
-
-
-def _response_template(path: str | None) -> Any:
-    text = _read("--response-template", path)
-    if text is None:
-        return None
-    from hf_paged.serving.answer_format import AnswerFormat
-
-    try:
-        template = json.loads(text)
-        AnswerFormat.of(template)
-    except ValueError as error:
-        raise UsageError(f"--response-template {path} cannot be used: {error}") from None
-    return template
-
-
-def _quantization(given: dict[str, Any]) -> dict[str, Any] | None:
-    """The fields of transformers' configuration. Raises UsageError for what is none, or cannot be used together."""
-    from hf_paged.serving.checkpoints import quantization_of
-
-    if (text := given["quantization"]) is None:
-        return None
-    _check_one_process(f"--quantization {text}", given)
-    try:
-        return quantization_of(text)
-    except ValueError as error:
-        raise UsageError(f"--quantization {error}") from None
-
-
-def _weights(given: dict[str, Any]) -> str | None:
-    """Return what the weights are rounded to. Raises UsageError if it is for one process or device."""
-    if given["weights"] is None:
-        return None
-    _check_one_process(f"--weights {given['weights'].value}", given)
-    chosen: str = given["weights"].value
-    if given["quantization"] is not None:
-        raise UsageError(f"--weights {chosen} and --quantization both round the weights; leave one out")
-    return chosen
-
-
-def _speculative(given: dict[str, Any]) -> Any:
-    """Read the configuration of drafts, or return None. Raises UsageError if it is wrong or needs one process."""
-    if (text := given["speculative_config"]) is None:
-        return None
-    from hf_paged.serving.speculative import SpeculativeConfig
-
-    _check_one_process(f"--speculative-config {text}", given)
-    try:
-        return SpeculativeConfig.of(text)
-    except ValueError as error:
-        raise UsageError(f"--speculative-config {error}") from None
-
-
-def _configs(given: dict[str, Any]) -> tuple[hf_paged.CacheConfig, hf_paged.SchedulerConfig]:
-    """Make the configs of the options. Raises UsageError or ValueError for a value that they do not take."""
-    cache, scheduler = engine_options(given)
-    weights = _key_weights(given)
-    if weights:
-        scheduler["policy"] = Fair(weights)
-    return hf_paged.CacheConfig(**cache), hf_paged.SchedulerConfig(**scheduler)
-
-
-def _key_weights(given: dict[str, Any]) -> dict[str, float]:
-    """Return the weight of each API key, by the name that its requests have. Raises UsageError."""
-    if (text := given["key_weights"]) is None:
-        return {}
-    _check_one_process(f"--key-weights {text}", given)
-    keys, flag = given["api_key"] or [], f"--key-weights {text}"
-    if given["scheduling_policy"] is not Policy.fair or len(keys) < 2:
-        raise UsageError(f"{flag} is for --scheduling-policy fair and two or more --api-key")
-    try:
-        weights = [float(part) for part in text.split(",")]
-        Fair(dict(zip(keys, weights)))
-    except ValueError:
-        weights = []
-    if len(weights) != len(keys):
-        raise UsageError(f"{flag}: write a positive number for each of the {len(keys)} keys, such as 1,4")
-    return {hashlib.sha256(key.encode()).hexdigest(): weight for key, weight in zip(keys, weights)}
-
-
-def _check_one_process(option: str, given: dict[str, Any]) -> None:
-    for name, default in (("tensor_parallel_size", 1), ("replicas", None)):
-        if given[name] != default:
-            raise UsageError(f"{option} is for one process; leave --{name.replace('_', '-')} {given[name]} out")
-
-
-def _adapters(pairs: list[str], names: tuple[str, ...]) -> dict[str, str]:
-    """Name -> folder. Raises UsageError or ValueError for what is not an adapter."""
-    if not pairs:  # the check needs torch
-        return {}
-    from hf_paged.serving.adapter_files import check_adapter
-
-    adapters: dict[str, str] = {}
-    for pair in pairs:
-        name, separator, folder = pair.partition("=")
-        if not (name and separator and folder):
-            raise UsageError(f"--adapter {pair}: write NAME=FOLDER")
-        if name in adapters or name in names:
-            raise UsageError(f"--adapter {pair}: the name {name!r} is taken")
-        check_adapter(folder)
-        adapters[name] = folder
-    return adapters
-
-
 def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
     from hf_paged.serving.loading import load_engine
 
-    cache, scheduler = _configs(given)
+    cache, scheduler = configs_of(given)
     show("loading the model ...")
     engine, tokenizer = load_engine(
         given["checkpoint"],
@@ -550,9 +373,9 @@ def _load(given: dict[str, Any], adapters: dict[str, str]) -> tuple[Any, Any]:
         adapters=adapters,
         switches=engine_switches(given),
         source=source_of(given["revision"], given["trust_remote_code"]),
-        quantization=_quantization(given),
-        weights=_weights(given),
-        speculative=_speculative(given),
+        quantization=quantization_in(given),
+        weights=weights_of(given),
+        speculative=speculative_of(given),
     )
     show("")
     print(f"hf-paged: {engine!r}", file=sys.stderr)

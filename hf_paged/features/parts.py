@@ -3,6 +3,7 @@
 from hf_paged.features.adapters.adapters import Adapters
 from hf_paged.features.graphs.graphs import graphed_steps as graphed_steps
 from hf_paged.features.graphs.warmup import warm_up as warm_up
+from hf_paged.features.new_weights.methods import WeightMethods as WeightMethods
 from hf_paged.features.ranks.parallel import check_parallel as check_parallel
 from hf_paged.features.ranks.parallel import make_runner as make_runner
 from hf_paged.features.speculation.draft_model import close_drafter as close_drafter

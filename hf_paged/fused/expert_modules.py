@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from hf_paged.features.watch.known_code import is_known, is_known_module, settings_of
-from hf_paged.kernels.experts import SCALED_SILU, Gate, GateKind, Projection, gated
-from hf_paged.kernels.rows import ACTIVATIONS, DTYPES, are_alike, are_close
+from hf_paged.fused.experts import SCALED_SILU, Gate, GateKind, Projection, gated
+from hf_paged.fused.rows import ACTIVATIONS, DTYPES, are_alike, are_close
 from hf_paged.model.parameters import readable
 from hf_paged.model.trial import random_numbers
 

@@ -25,8 +25,7 @@ from hf_paged.kernels.metadata import AttentionMetadata, DecodeArrays, StepArray
 from hf_paged.model.devices import device_of, is_spread
 from hf_paged.model.hidden import HiddenStates, hidden_states, no_hidden
 from hf_paged.model.overrides import Override
-from hf_paged.model.packed_cache import PackedCache
-from hf_paged.model.packed_step import Entrance, PackedStep, latent_overrides, uncompiled
+from hf_paged.model.packed_step import Entrance, PackedCache, PackedStep, latent_overrides, uncompiled
 from hf_paged.model.state import state_of
 from hf_paged.sockets import Executor, Parts, Results
 

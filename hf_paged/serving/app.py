@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 import hf_paged
-from hf_paged.serving import replies, schema
+from hf_paged.serving import live_replies, message_replies, replies, response_replies, schema
 from hf_paged.serving.attachments import Attached
 from hf_paged.serving.decisions import DecisionForm, DecisionRequest, decision_recipe
 from hf_paged.serving.embeddings import EmbeddingForm, EmbeddingRequest, embedding_recipe
@@ -148,7 +148,9 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         recipe = partial(chat_recipe, body, served, request.state.key_digest)
         return await service.answer(recipe, ChatForm, "chatcmpl", request, lambda: body.messages)
 
-    @app.post("/v1/responses", responses=answers(replies.ResponseObject, replies.ResponseEvent, ending=None))
+    @app.post(
+        "/v1/responses", responses=answers(response_replies.ResponseObject, response_replies.ResponseEvent, ending=None)
+    )
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         # Made once, for its media and for its recipe.
         chat = cache(partial(chat_of, body))
@@ -164,7 +166,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
                 problem.param = "input"
             raise
 
-    answer = answers(replies.AnthropicMessage, replies.AnthropicEvent, ending=None)
+    answer = answers(message_replies.AnthropicMessage, message_replies.AnthropicEvent, ending=None)
 
     @app.post("/v1/messages", responses={**ANTHROPIC_ERRORS, **answer})
     async def messages(request: Request, body: MessagesRequest) -> Response:
@@ -175,7 +177,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 
         return await service.answer(recipe, MessageForm, "msg", request, lambda: chat().messages)
 
-    @app.post("/v1/messages/count_tokens", responses={**ANTHROPIC_ERRORS, **answers(replies.AnthropicCount)})
+    @app.post("/v1/messages/count_tokens", responses={**ANTHROPIC_ERRORS, **answers(message_replies.AnthropicCount)})
     async def count_tokens(request: Request, body: CountRequest) -> Response:
         chat = message_chat(body)
         served.adapter_of(body.model)
@@ -344,7 +346,9 @@ def _add_page(app: FastAPI, service: Service) -> None:
     for path in PAGE_FILES:
         app.get(path, include_in_schema=False)(partial(_page_file, path))
 
-    @app.get("/live", responses={200: {"model": replies.LiveState}, 304: {"description": "The tag is that of now."}})
+    unchanged = {"description": "The tag is that of now."}
+
+    @app.get("/live", responses={200: {"model": live_replies.LiveState}, 304: unchanged})
     async def live(request: Request) -> Response:
         """Return requests, block tables and counters as the last step left them, for the live page."""
         # A page that has a tag has the history too.

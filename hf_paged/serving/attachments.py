@@ -21,8 +21,9 @@ import numpy as np
 from hf_paged.serving.fetching import CannotFetch, Fetcher
 from hf_paged.serving.media_reader import CannotDecode, Kind
 from hf_paged.serving.media_readers import MediaReaders
+from hf_paged.serving.parts import KINDS, MediaPart
 from hf_paged.serving.problems import Problem, not_served
-from hf_paged.serving.schema import KINDS, MediaPart, Message
+from hf_paged.serving.schema import Message
 from hf_paged.serving.settings import Settings
 
 _DATA = re.compile(r"data:(image|audio|video)/[a-z0-9.+-]+(;[^;,]*)*;base64,", re.IGNORECASE)

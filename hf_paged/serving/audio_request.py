@@ -12,8 +12,8 @@ from pydantic import ConfigDict, Field, ValidationError
 from hf_paged.serving.invalid import invalid
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.refusals import note_unused
-from hf_paged.serving.schema import Body, Hint, Temperature
 from hf_paged.serving.transcripts import TIMED, Format
+from hf_paged.serving.values import Body, Hint, Temperature
 
 _FILE = "file"
 _LISTS = ("timestamp_granularities",)

@@ -11,7 +11,7 @@ from itertools import chain
 
 from hf_paged.annotations import Tokenizer
 from hf_paged.features.adapters.adapters import AdapterGone
-from hf_paged.features.grammar.grammar import NOT_FOLLOWED
+from hf_paged.features.grammar.vocabulary import NOT_FOLLOWED
 from hf_paged.features.media.media_memory import MediaError
 from hf_paged.generation.requests.outputs import CompletionOutput, RequestOutput, TopLogprobs
 from hf_paged.generation.requests.request import NOTHING_LEFT

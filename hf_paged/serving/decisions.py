@@ -21,20 +21,10 @@ from hf_paged.serving.problems import Json, Problem, not_served
 from hf_paged.serving.recipe import Recipe, check_count
 from hf_paged.serving.refusals import check_messages, note_unused
 from hf_paged.serving.responses import Item, TextContent, messages_of, text_of
-from hf_paged.serving.schema import (
-    ABoolean,
-    AList,
-    AString,
-    Body,
-    ByKind,
-    Hint,
-    Items,
-    Message,
-    TemplateKwargs,
-    Text,
-)
+from hf_paged.serving.schema import Message
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.tasks import ResultsForm, TaskRequest, numbers_of, task_recipe
+from hf_paged.serving.values import ABoolean, AList, AString, Body, ByKind, Hint, Items, TemplateKwargs, Text
 
 # Characters of the end of a prompt, in whose context a label is tokenized: more than any word or mark.
 _TAIL = 64

@@ -10,9 +10,9 @@ import torch
 from hf_paged.features.tasks.embedding import Pooling, check_dimensions
 from hf_paged.serving.problems import Json, Problem
 from hf_paged.serving.recipe import Recipe, ids_of
-from hf_paged.serving.schema import AtLeastOne, Prompts
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.tasks import ResultsForm, TextsRequest, embedding_of, task_recipe
+from hf_paged.serving.values import AtLeastOne, Prompts
 
 
 class EmbeddingRequest(TextsRequest):

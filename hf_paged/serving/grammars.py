@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from hf_paged.features.grammar.constraints import Constraint, check_installed, is_larger
-from hf_paged.features.grammar.grammar import Compiled, Vocabulary
+from hf_paged.features.grammar.vocabulary import Compiled, Vocabulary
 from hf_paged.serving.problems import Problem, not_served
 
 # Grammars that are compiled at the same time, so that one which takes long does not hold up all others.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_paged.serving.problems import Problem
-from hf_paged.serving.schema import TAGS, kind_of
+from hf_paged.serving.values import TAGS, kind_of
 
 # Characters of a value: enough to find it again, and an error of one line.
 _MAX_SHOWN = 60

@@ -11,9 +11,10 @@ from hf_paged.serving.attachments import parts_of
 from hf_paged.serving.problems import Json, Problem, not_served
 from hf_paged.serving.recipe import Recipe, ids_of
 from hf_paged.serving.refusals import check_messages
-from hf_paged.serving.schema import Messages, Prompts, TemplateKwargs
+from hf_paged.serving.schema import Messages
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.tasks import ResultsForm, TextsRequest, labels_of, numbers_of, task_recipe
+from hf_paged.serving.values import Prompts, TemplateKwargs
 
 
 class ClassifyRequest(TextsRequest):

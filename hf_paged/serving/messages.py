@@ -10,34 +10,21 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from hf_paged.serving import schema
+from hf_paged.serving.parts import ImagePart, ImageURL, MediaText, TextPart
 from hf_paged.serving.problems import Problem, not_served
 from hf_paged.serving.refusals import Refusals, note_unused, refuse
 from hf_paged.serving.schema import (
-    AList,
-    AString,
-    Body,
-    ByKind,
     CalledFunction,
     ChatRequest,
     Conversation,
-    Count,
     FunctionNamed,
-    Hint,
-    ImagePart,
-    ImageURL,
-    Items,
-    JSONSchema,
-    MediaText,
     Message,
     NamedSchema,
     NamedTool,
-    Sent,
-    StopString,
-    Text,
-    TextPart,
     Tool,
     ToolCall,
 )
+from hf_paged.serving.values import AList, AString, Body, ByKind, Count, Hint, Items, JSONSchema, Sent, StopString, Text
 
 Id = Annotated[str, Field(max_length=256)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # twice as long as OpenAI's

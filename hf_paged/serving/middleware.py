@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_paged.serving.page_files import PAGE_FILES
 from hf_paged.serving.problems import Problem, body_for
-from hf_paged.serving.schema import check_containers
 from hf_paged.serving.settings import AUDIO_PATHS, Settings
+from hf_paged.serving.values import check_containers
 
 log = logging.getLogger("hf_paged.serving")
 

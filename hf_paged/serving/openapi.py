@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from hf_paged.serving import replies
+from hf_paged.serving import message_replies, replies, response_replies
 from hf_paged.serving.problems import Json
 from hf_paged.serving.settings import Settings
 
@@ -29,8 +29,8 @@ _ERRORS = {
 }
 # Of errors and of events in streams, which routes name without their classes.
 _NAMED = (
-    *(replies.ErrorReply, replies.AnthropicError),
-    *(replies.ChatChunk, replies.ResponseEvent, replies.TranscriptionEvent, replies.AnthropicEvent),
+    *(replies.ErrorReply, message_replies.AnthropicError),
+    *(replies.ChatChunk, response_replies.ResponseEvent, replies.TranscriptionEvent, message_replies.AnthropicEvent),
 )
 _Replies = dict[int | str, Json]
 
@@ -41,7 +41,7 @@ def _errors(kind: type[replies.Reply]) -> _Replies:
     return {status: {"description": text, "content": content} for status, text in _ERRORS.items()}
 
 
-ERRORS, ANTHROPIC_ERRORS = _errors(replies.ErrorReply), _errors(replies.AnthropicError)
+ERRORS, ANTHROPIC_ERRORS = _errors(replies.ErrorReply), _errors(message_replies.AnthropicError)
 
 
 def answers(

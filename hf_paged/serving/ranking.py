@@ -17,9 +17,9 @@ from hf_paged.features.tasks.answers import FirstOfTwo, answer_tokens, filled
 from hf_paged.features.tasks.embedding import Pooling
 from hf_paged.serving.problems import Json, Problem
 from hf_paged.serving.recipe import Recipe, check_count
-from hf_paged.serving.schema import AList, AnObject, AString, AtLeastOne, Body, ByKind, Count, Items, Text
 from hf_paged.serving.served import ServedModel
 from hf_paged.serving.tasks import ResultsForm, TextsRequest, embedding_of, labels_of, numbers_of, task_recipe
+from hf_paged.serving.values import AList, AnObject, AString, AtLeastOne, Body, ByKind, Count, Items, Text
 
 
 class TextDocument(Body):

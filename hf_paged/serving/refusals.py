@@ -11,8 +11,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from hf_paged.serving.parts import ImagePart, OtherPart
 from hf_paged.serving.problems import Problem, not_served
-from hf_paged.serving.schema import ChatRequest, CompletionRequest, ImagePart, Message, OtherPart
+from hf_paged.serving.schema import ChatRequest, CompletionRequest, Message
 
 log = logging.getLogger("hf_paged.serving")
 

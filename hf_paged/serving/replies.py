@@ -1,15 +1,14 @@
 """Schemas of the server's answers for /openapi.json: OpenAI's objects with some fields of vLLM's.
 
-The answers themselves are built in forms.py; the tests compare the two.
+The answers themselves are built in forms.py; the tests compare the two. Those of /v1/responses, /v1/messages and /live
+are in files of their own.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_type_hints
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, create_model
-
-from hf_paged.generation.engine.snapshots import EngineSnapshot, PoolView, RequestView, SequenceView
+from pydantic import BaseModel, ConfigDict
 
 FinishReason = Literal["stop", "length"]
 """Reasons why an answer ends, in the words of OpenAI's clients."""
@@ -276,56 +275,7 @@ class ChatChunk(Reply):
     prompt_token_ids: list[int] | None = None
 
 
-# -- responses -----------------------------------------------------------------------------------------------------
-
-
-class OutputText(Reply):
-    type: Literal["output_text"]
-    text: str
-    annotations: list[None]
-    logprobs: list[ChatLogprob]
-
-
-class ReasoningText(Reply):
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class ResponseMessage(Reply):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    content: list[OutputText]
-    status: Literal["in_progress", "completed", "incomplete"]
-
-
-class ResponseReasoning(Reply):
-    id: str
-    type: Literal["reasoning"]
-    summary: list[None]
-    content: list[ReasoningText]
-    status: Literal["in_progress", "completed", "incomplete"]
-
-
-class ResponseCall(Reply):
-    id: str
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    status: Literal["in_progress", "completed", "incomplete"]
-
-
-ResponseItem = ResponseMessage | ResponseReasoning | ResponseCall
-
-
-class IncompleteDetails(Reply):
-    reason: Literal["max_output_tokens"]
-
-
-class ResponseFailure(Reply):
-    code: str
-    message: str
+# -- decisions -----------------------------------------------------------------------------------------------------
 
 
 class InputTokensDetails(Reply):
@@ -343,148 +293,6 @@ class ResponseUsage(Reply):
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
-
-
-class ResponseReasoningOptions(Reply):
-    effort: str | None
-    summary: None
-
-
-class ResponseText(Reply):
-    format: dict[str, Any]
-    verbosity: str | None
-
-
-class ResponseObject(Reply):
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
-    error: ResponseFailure | None
-    incomplete_details: IncompleteDetails | None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: None
-    metadata: dict[str, str]
-    model: str
-    output: list[ResponseItem]
-    parallel_tool_calls: bool
-    previous_response_id: None
-    reasoning: ResponseReasoningOptions
-    service_tier: Literal["default"]
-    store: Literal[False]
-    temperature: float | None
-    text: ResponseText
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float | None
-    truncation: Literal["disabled"]
-    usage: ResponseUsage | None
-    user: str | None
-
-
-class ResponseEvent(Reply):
-    """type: such as response.output_text.delta, which says which of the other fields there are."""
-
-    type: str
-    sequence_number: int
-    response: ResponseObject | None = None
-    output_index: int | None = None
-    content_index: int | None = None
-    item_id: str | None = None
-    item: ResponseItem | None = None
-    part: OutputText | ReasoningText | None = None
-    delta: str | None = None
-    text: str | None = None
-    logprobs: list[ChatLogprob] | None = None
-    name: str | None = None
-    arguments: str | None = None
-
-
-# -- messages ------------------------------------------------------------------------------------------------------
-
-
-class AnthropicBlock(Reply):
-    """type: says which of the other fields there are."""
-
-    type: Literal["text", "thinking", "tool_use"]
-    text: str | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-
-
-class AnthropicUsage(Reply):
-    """input_tokens: without those that the cache had."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-
-
-AnthropicReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-
-
-class AnthropicMessage(Reply):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[AnthropicBlock]
-    stop_reason: AnthropicReason | None
-    stop_sequence: str | None
-    usage: AnthropicUsage
-
-
-class AnthropicDelta(Reply):
-    type: Literal["text_delta", "thinking_delta", "input_json_delta"] | None = None
-    text: str | None = None
-    thinking: str | None = None
-    partial_json: str | None = None
-    stop_reason: AnthropicReason | None = None
-    stop_sequence: str | None = None
-
-
-class AnthropicFailure(Reply):
-    type: str
-    message: str
-
-
-class AnthropicError(Reply):
-    type: Literal["error"]
-    error: AnthropicFailure
-
-
-class AnthropicEvent(Reply):
-    """type: says which of the other fields there are."""
-
-    type: Literal[
-        "message_start",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-        "error",
-    ]
-    message: AnthropicMessage | None = None
-    index: int | None = None
-    content_block: AnthropicBlock | None = None
-    delta: AnthropicDelta | None = None
-    usage: AnthropicUsage | None = None
-    error: AnthropicFailure | None = None
-
-
-class AnthropicCount(Reply):
-    input_tokens: int
-
-
-# -- decisions -----------------------------------------------------------------------------------------------------
 
 
 class PredicateAnswer(Reply):
@@ -559,66 +367,6 @@ class Tokenized(Reply):
 
 class Detokenized(Reply):
     prompt: str
-
-
-class LiveServer(Reply):
-    """run: changes when the server starts again. prefix_eviction: "own" is a function of the server's owner."""
-
-    version: str
-    run: str
-    model: str
-    architecture: str
-    device: str
-    dtype: str
-    has_chat_template: bool
-    takes_images: bool
-    max_model_len: int | None
-    prefix_caching: bool
-    prefix_eviction: Literal["lru", "clock", "own"]
-
-
-def _live(name: str, record: Any, **others: Any) -> Any:
-    """The reply with the fields of a snapshot's record. others: the types of those whose JSON is another."""
-    types = {**get_type_hints(record, localns={"array": list}), **others}
-    fields: dict[str, Any] = {field: (types[field], ...) for field in record._fields}
-    return create_model(name, __base__=Reply, __doc__=record.__doc__, **fields)
-
-
-_Request = _live(
-    "LiveRequest", RequestView, status=Literal["waiting", "running", "swapped"],
-    sequences=list[_live("LiveSequence", SequenceView)],  # type: ignore[misc]  # mypy knows no type that a call makes
-)  # fmt: skip
-_Engine = _live(
-    "LiveEngine", EngineSnapshot, pool=_live("LivePool", PoolView),
-    requests=list[_Request],  # type: ignore[valid-type]  # as above
-)  # fmt: skip
-
-
-class LiveLatency(Reply):
-    """Median and 95 % of the last seconds; null if there was nothing."""
-
-    first_token: list[float] | None
-    between_tokens: list[float] | None
-
-
-class LiveEnded(Reply):
-    """Requests that ended without and with an error; answers with a status of 400 or more."""
-
-    finished: int
-    failed: int
-    refused: int
-
-
-class LiveState(Reply):
-    """engine: null until the first step has ended. history: of the last two minutes, without `if-none-match` only: rows
-    of time, generated tokens, shares of blocks in use, shared, and in use or cached, times to first token and between
-    tokens (median, 95th percentile)."""
-
-    server: LiveServer
-    engine: _Engine | None  # type: ignore[valid-type]  # mypy does not know what `create_model` makes
-    latency: LiveLatency
-    ended: LiveEnded
-    history: list[list[float | list[float] | None]] = []
 
 
 class Status(Reply):

@@ -7,45 +7,28 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from hf_paged.serving import schema
+from hf_paged.serving.parts import AudioPart, ImagePart, ImageURL, MediaPart, MediaText, MediaURL, TextPart, VideoPart
 from hf_paged.serving.problems import not_served
 from hf_paged.serving.refusals import Refusals, note_unused, refuse
 from hf_paged.serving.schema import (
-    AList,
     AllowedTools,
-    AnObject,
-    AString,
-    AtLeastOne,
-    AudioPart,
-    Body,
-    ByKind,
     CalledFunction,
     ChatRequest,
     Conversation,
-    Count,
     FunctionDefinition,
     FunctionName,
     FunctionNamed,
-    Hint,
-    ImagePart,
-    ImageURL,
-    Items,
-    MediaPart,
-    MediaText,
-    MediaURL,
     Message,
     NamedSchema,
     NamedTool,
     ObjectFormat,
     ReasoningOptions,
-    Sent,
-    Text,
     TextFormat,
-    TextPart,
     Tool,
     ToolCall,
     ToolChoices,
-    VideoPart,
 )
+from hf_paged.serving.values import AList, AnObject, AString, AtLeastOne, Body, ByKind, Count, Hint, Items, Sent, Text
 
 _LOGPROBS = "message.output_text.logprobs"
 # More of an answer's items: of tools, which do not run here, or of reasoning, which is returned as text.

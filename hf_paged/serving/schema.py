@@ -1,154 +1,54 @@
 """Requests of clients: OpenAI's fields and those that vLLM's clients know. Any other field is refused (422), except
 within the messages of a conversation (`Sent`).
 
-Checks of single values stand here; what depends on the model or the server's limits is checked in recipe.py. pydantic
-makes an error of each value that is wrong, so lists end at their first one and objects have few keys: otherwise one
-large body would keep the event loop busy for seconds. Of several types that a field may have, the value's own kind
-chooses one (`ByKind`), so that errors are about what the client meant.
+What depends on the model or the server's limits is checked in recipe.py.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
-    Discriminator,
     Field,
     PrivateAttr,
-    Tag,
     field_validator,
     model_validator,
 )
 
-from hf_paged.serving.problems import Problem
+from hf_paged.serving.parts import Content
+from hf_paged.serving.values import (
+    ABoolean,
+    AList,
+    AnObject,
+    AString,
+    AtLeastOne,
+    Bias,
+    Body,
+    ByKind,
+    Count,
+    Hint,
+    Items,
+    JSONSchema,
+    Number,
+    Printable,
+    Prompts,
+    Sent,
+    StopString,
+    Temperature,
+    TemplateKwargs,
+    Text,
+    Texts,
+    TokenId,
+    TokenIds,
+    few,
+)
 
-# Lists and objects cost more than their text: each is an object that Python's garbage collector visits.
-MAX_CONTAINERS = 2**16
-# Programs that follow a value call themselves once for each level; Python's own limit of calls is 1,000.
-MAX_DEPTH = 128
-# As long as a whole body may be (`settings.Limits.body`).
-_MAX_STRING = 4 * 2**20
-_MAX_KEYS = 200  # of an object with known keys; no request has as many
+# One for each token of many vocabularies, and few enough to look at each.
 _MAX_BIASES = 2**16
 # torch's generators take seeds of 64 bits, with or without a sign.
 _INT64 = 2**63
-
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-
-_KINDS = {
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    type(None): "null",
-}
-
-
-def kind_of(given: Any) -> str:
-    """Name the kind of a JSON value in words."""
-    return _KINDS.get(type(given), type(given).__name__)
-
-
-def check_containers(data: bytes, what: str, param: str | None = None) -> None:
-    """Raise Problem (400) for JSON with too many lists and objects, or in another encoding than UTF-8.
-
-    These are what costs: each is an object of Python's that its garbage collector visits.
-    """
-    if b"\0" in data:  # as all other encodings of JSON have
-        raise Problem(400, f"{what} is not JSON in UTF-8", param=param)
-    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
-        return
-    # Only now, because most bodies have few brackets, also within strings.
-    bare = _STRING.sub(b"", data)
-    count = bare.count(b"[") + bare.count(b"{")
-    if count > MAX_CONTAINERS:
-        raise Problem(400, f"{what} has {count} lists and objects; at most {MAX_CONTAINERS} are read", param=param)
-
-
-def check_depth(value: Any, left: int = MAX_DEPTH) -> None:
-    """Raise ValueError if lists and objects are nested too deeply for programs that follow them."""
-    if not isinstance(value, dict | list):
-        return
-    if not left:
-        raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep")
-    for each in value.values() if isinstance(value, dict) else value:
-        check_depth(each, left - 1)
-
-
-ByKind = Discriminator(kind_of)
-AString, AList, AnObject, ABoolean = Tag("a string"), Tag("a list"), Tag("an object"), Tag("true or false")
-_TEXTS, _IDS, _LISTS_OF_IDS = "a list of strings", "a list of token ids", "a list of lists of token ids"
-TAGS = frozenset((*_KINDS.values(), _TEXTS, _IDS, _LISTS_OF_IDS))
-"""Parts of the places of errors that are no field, key or number."""
-
-
-def _prompt_kind(given: Any) -> str:
-    if not isinstance(given, list) or not given:
-        return _TEXTS if given == [] else kind_of(given)
-    kinds: dict[type, str] = {str: _TEXTS, list: _LISTS_OF_IDS}
-    # By its first item: the error then says what the others should have been.
-    return kinds.get(type(given[0]), _IDS)
-
-
-_Value = TypeVar("_Value")
-Items = Annotated[list[_Value], Field(fail_fast=True)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
-Text = Annotated[str, Field(max_length=_MAX_STRING)]
-StopString = Annotated[str, Field(min_length=1, max_length=256)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-AtLeastOne = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
-Bias = Annotated[Number, Field(ge=-100, le=100)]
-
-
-Temperature = Annotated[Number, Field(ge=0, le=100), AfterValidator(lambda given: given if given >= 1e-3 else 0.0)]
-"""Below a thousandth, where scores would overflow, it is 0: greedy search, which it comes nearest to."""
-
-
-def _few(given: Any) -> Any:
-    """The value. Raises ValueError for an object with too many keys to look at each."""
-    if isinstance(given, dict) and len(given) > _MAX_KEYS:
-        raise ValueError(f"an object with {len(given)} keys; no request has more than {_MAX_KEYS}")
-    return given
-
-
-def _is_json(given: dict[str, Any]) -> dict[str, Any]:
-    """The value. Raises ValueError for one that an answer cannot repeat: its strings are no Unicode, or it has NaN."""
-    # First: json.dumps would raise RecursionError, which pydantic takes for no refusal.
-    check_depth(given)
-    try:
-        json.dumps(given, allow_nan=False, ensure_ascii=False).encode()
-    except ValueError as error:
-        raise ValueError(f"a JSON object is needed: {error}") from error
-    return given
-
-
-def _is_printable(given: str) -> str:
-    if not given.isprintable():  # a line end would begin a line of the log
-        raise ValueError(f"{given[:100]!r} has characters that cannot be printed")
-    return given
-
-
-def _is_shallow(given: Any) -> Any:
-    check_depth(given)
-    return given
-
-
-JSONSchema = Annotated[dict[str, Any], AfterValidator(_is_json)]
-TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_is_shallow)]
-Hint = Annotated[str, Field(max_length=1024)]
-Texts = Annotated[dict[Hint, Text], BeforeValidator(_few)]
-"""Values that are texts, by name. With bounds, because pydantic lets strings that are no Unicode pass without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,24 +57,6 @@ class Warper:
     that changes nothing."""
 
     neutral: float
-
-
-class Body(BaseModel):
-    """A request's body: no unknown field, no number that is not finite."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_keys(cls, given: Any) -> Any:
-        return _few(given)
-
-
-class Sent(Body):
-    """A part of a conversation, which clients send back unchanged, whoever made it. Unknown fields say nothing to the
-    model, and are left out."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 class StreamOptions(Body):
@@ -250,7 +132,7 @@ class Options(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)] = 0
     structured_outputs: StructuredOutputs | None = None
-    logits_processors: Annotated[dict[str, TemplateKwargs], BeforeValidator(_few)] | None = None
+    logits_processors: Annotated[dict[str, TemplateKwargs], BeforeValidator(few)] | None = None
     user: Hint | None = None
     store: bool | None = None
     metadata: Annotated[Texts, Field(max_length=16)] | None = None
@@ -319,16 +201,6 @@ class Sampling(Options):
         return self
 
 
-Prompts = Annotated[
-    Annotated[Text, AString]
-    | Annotated[Items[Text], Field(min_length=1), Tag(_TEXTS)]
-    | Annotated[TokenIds, Tag(_IDS)]
-    | Annotated[Items[TokenIds], Field(min_length=1), Tag(_LISTS_OF_IDS)],
-    Discriminator(_prompt_kind),
-]
-"""One prompt or several, as texts or token ids."""
-
-
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
@@ -340,94 +212,6 @@ class CompletionRequest(Sampling):
     suffix: str | None = None
 
 
-class TextPart(Sent):
-    type: Literal["text"]
-    text: Text
-    prompt_cache_breakpoint: dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = None
-
-
-MediaText = Annotated[str, Field(max_length=2**28)]
-"""Longer than a body may be."""
-
-
-class MediaURL(Sent):
-    """Data, as a data URL, or where it is fetched."""
-
-    url: MediaText
-
-
-class ImageURL(MediaURL):
-    detail: Literal["auto", "low", "high", "original"] | None = None
-
-
-class ImagePart(Sent):
-    type: Literal["image_url"]
-    image_url: ImageURL
-    prompt_cache_breakpoint: dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = None
-
-    @property
-    def url(self) -> str:
-        return self.image_url.url
-
-
-class VideoPart(Sent):
-    type: Literal["video_url"]
-    video_url: MediaURL
-
-    @property
-    def url(self) -> str:
-        return self.video_url.url
-
-
-class AudioURLPart(Sent):
-    type: Literal["audio_url"]
-    audio_url: MediaURL
-
-    @property
-    def url(self) -> str:
-        return self.audio_url.url
-
-
-class AudioData(Sent):
-    """Base64 of an audio file. format: a hint; the file may have any format that is read."""
-
-    data: MediaText
-    format: Literal["wav", "mp3", "flac", "ogg"]
-
-
-class AudioPart(Sent):
-    type: Literal["input_audio"]
-    input_audio: AudioData
-
-    @property
-    def url(self) -> str:
-        return f"data:audio/{self.input_audio.format};base64,{self.input_audio.data}"
-
-
-MediaPart = ImagePart | VideoPart | AudioURLPart | AudioPart
-KINDS: dict[type, Literal["image", "video", "audio"]] = {
-    ImagePart: "image",
-    VideoPart: "video",
-    AudioURLPart: "audio",
-    AudioPart: "audio",
-}
-
-
-class OtherPart(BaseModel):
-    """A part of a message that is neither text nor media. It is parsed to be refused by name."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["file", "refusal"]
-
-
-Content = Annotated[
-    Annotated[Text, AString]
-    | Annotated[Items[Annotated[TextPart | MediaPart | OtherPart, Field(discriminator="type")]], AList],
-    ByKind,
-]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -607,7 +391,7 @@ class DetokenizeRequest(Body):
 class LoadAdapterRequest(Body):
     """POST /v1/load_lora_adapter."""
 
-    lora_name: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_is_printable)]
+    lora_name: Annotated[str, Field(min_length=1, max_length=256), Printable]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 

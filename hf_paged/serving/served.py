@@ -17,11 +17,13 @@ from hf_paged.model.state import unwrapped
 from hf_paged.serving.answer_format import AnswerFormat, template_of
 from hf_paged.serving.attachments import Attached, parts_of
 from hf_paged.serving.disagreements import disagreements, renders_tools, tokens_of, turn_ends
+from hf_paged.serving.parts import KINDS, TextPart
 from hf_paged.serving.problems import Problem
 from hf_paged.serving.registered import Registered
-from hf_paged.serving.schema import KINDS, MAX_DEPTH, Message, TextPart, Tool, check_containers, check_depth
+from hf_paged.serving.schema import Message, Tool
 from hf_paged.serving.settings import AUDIO_PATHS, Settings
 from hf_paged.serving.templates import reads_parts
+from hf_paged.serving.values import MAX_DEPTH, check_containers, check_depth
 
 log = logging.getLogger("hf_paged.serving")
 

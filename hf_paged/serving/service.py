@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from hf_paged.annotations import Tokenizer
 from hf_paged.features.adapters.adapters import BASE, without_adapters
-from hf_paged.features.grammar.grammar import vocabulary_of
+from hf_paged.features.grammar.vocabulary import vocabulary_of
 from hf_paged.features.ranks.ranks import num_ranks
 from hf_paged.generation.engine.engine import Engine
 from hf_paged.generation.engine.stats import EngineStats

@@ -19,8 +19,8 @@ from hf_paged.serving.forms import Form
 from hf_paged.serving.problems import Json, Problem
 from hf_paged.serving.recipe import Recipe, check_priority, client_named, salt_of
 from hf_paged.serving.sampling_options import Submission
-from hf_paged.serving.schema import Body, Hint
 from hf_paged.serving.served import ServedModel
+from hf_paged.serving.values import Body, Hint
 from hf_paged.sockets import Task
 
 

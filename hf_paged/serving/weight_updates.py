@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from hf_paged.errors import EngineStopped, RankError
+from hf_paged.features.new_weights.new_weights import NewWeights, files_of, open_files
 from hf_paged.generation.engine.arrivals import HaltMode
 from hf_paged.generation.engine.engine import Engine
-from hf_paged.model.new_weights import NewWeights, files_of, open_files
 from hf_paged.serving.answers import refusals
 from hf_paged.serving.problems import Problem, draining
 from hf_paged.serving.worker import EngineWorker

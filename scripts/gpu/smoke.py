@@ -29,10 +29,11 @@ import transformers
 import hf_paged
 from hf_paged.cache.kv_pool import KVPool
 from hf_paged.cache.swap import HostPool
+from hf_paged.fused import rows
 from hf_paged.fused.gpu.kernels.gate import gated
 from hf_paged.fused.gpu.kernels.norm import add_norm
 from hf_paged.fused.gpu.kernels.rotary import rotate
-from hf_paged.kernels import ops, rows
+from hf_paged.kernels import ops
 from hf_paged.kernels.arguments import LayerKV, NewKV
 from hf_paged.kernels.quantised import Scales
 from hf_paged.kernels.triton import nucleus, sampling

@@ -10,14 +10,14 @@ from torch import nn
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine
+from hf_paged.fused import experts as expert_definitions
 from hf_paged.fused import overrides
+from hf_paged.fused import router as router_definitions
+from hf_paged.fused import rows as definitions
 from hf_paged.fused.gpu import model as fused_model
 from hf_paged.fused.gpu.kernels import experts, gate, norm, rotary, router
 from hf_paged.fused.gpu.kernels.norm import NormedSum
-from hf_paged.kernels import experts as expert_definitions
-from hf_paged.kernels import router as router_definitions
-from hf_paged.kernels import rows as definitions
-from hf_paged.kernels.rows import ACTIVATIONS, Norm, RotaryKind
+from hf_paged.fused.rows import ACTIVATIONS, Norm, RotaryKind
 from hf_paged.kernels.triton.launch import INTERPRET
 from hf_paged.model import state
 from tests import models

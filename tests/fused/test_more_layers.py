@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_paged import CacheConfig, Engine
-from hf_paged.fused.gpu import parts
+from hf_paged.fused.gpu import norms, parts
 from hf_paged.fused.gpu.layers import LayerPart
 from hf_paged.fused.gpu.model import fused_parts
 from hf_paged.fused.gpu.parts import ChainPart
@@ -131,7 +131,7 @@ class Limited(InCode):
 def test_what_random_rows_do_not_show_of_a_norm() -> None:
     plain, limited = Limited(), Limited()
     plain.is_limited = False
-    assert parts.norm_of(plain, 64, torch.float32) is not None and parts.norm_of(limited, 64, torch.float32) is None
+    assert norms.norm_of(plain, 64, torch.float32) is not None and norms.norm_of(limited, 64, torch.float32) is None
 
 
 class Multiplied(InCode):
@@ -147,17 +147,17 @@ def test_a_norm_with_another_number_is_another_norm() -> None:
         for number in (1.0, 3.0):
             norm = Multiplied()
             norm._factor = of_kind(number)  # type: ignore[assignment, operator]
-            is_norm = parts.norm_of(norm, 64, torch.float32) is not None
+            is_norm = norms.norm_of(norm, 64, torch.float32) is not None
             assert is_norm == (number == 1 and of_kind is float), (of_kind, number)
 
 
 def test_epsilons() -> None:
     """One that is an attribute of an unknown name may be changed; one in the code is found."""
-    assert parts.norm_of(OwnEpsilon(1e-6), 64, torch.float32) is None
+    assert norms.norm_of(OwnEpsilon(1e-6), 64, torch.float32) is None
     module = InCode()
-    found = parts.norm_of(module, 64, torch.float32)
+    found = norms.norm_of(module, 64, torch.float32)
     assert found is not None and found().eps == 1e-6 and found().kind.is_centered
-    assert parts.norm_of(Halves(), 64, torch.float32) is None
+    assert norms.norm_of(Halves(), 64, torch.float32) is None
 
 
 def test_a_product_that_cannot_be_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from hf_paged.features.grammar import constraints
-from hf_paged.features.grammar.grammar import Compiled, Matcher, vocabulary_of
+from hf_paged.features.grammar.vocabulary import Compiled, Matcher, vocabulary_of
 
 QA = str(Path(__file__).parent.parent.parent / "examples" / "pydoc-lm-qa")
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_paged.features.grammar.constraints import Constraint
-from hf_paged.features.grammar.grammar import Matcher, Vocabulary, vocabulary_of
+from hf_paged.features.grammar.vocabulary import Matcher, Vocabulary, vocabulary_of
 
 WORDS = ["a", "b", "name", "größe", 'q"t', "b\\s", "n\nl", "日本", "x/y", "t~u", "", "$id"]
 LETTERS = ["a", "b", "Z", "7", "_", " ", '"', "\\", "\n", "/", "é", "日", "😀", "\t", "-", "\x7f", "^", "]"]

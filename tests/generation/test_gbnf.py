@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from hf_paged.features.grammar import constraints, gbnf
-from hf_paged.features.grammar.gbnf import Node, Rules
-from hf_paged.features.grammar.grammar import vocabulary_of
+from hf_paged.features.grammar.gbnf_parser import Node, Rules
+from hf_paged.features.grammar.vocabulary import vocabulary_of
 from tests.generation.grammars import accepts, accepts_tokens
 from tests.generation.random_constraints import bytes_tokenizer
 
@@ -72,7 +72,7 @@ def test_random_grammars() -> None:
     ways = set()
     for number in range(20):
         text = random_grammar(Random(number))
-        wanted = produced(gbnf._Parser(text).rules())
+        wanted = produced(gbnf.Parser(text).rules())
         if not wanted:
             continue
         lines, _, is_regular = gbnf.lark_of(text, "g")

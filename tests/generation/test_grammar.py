@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 import hf_paged
 from hf_paged.features.grammar import constraints
-from hf_paged.features.grammar import grammar as grammar_module
+from hf_paged.features.grammar import vocabulary as vocabulary_module
 from hf_paged.generation.sampling.edits import _forbidden, keep_only
 from tests.generation.grammars import QA, tokenizer
 from tests.generation.solo import ended
@@ -287,13 +287,13 @@ def test_what_is_refused() -> None:
 
 def test_without_llguidance_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraints, "find_spec", lambda name: None)
-    monkeypatch.setattr(grammar_module, "_vocabularies", {})
+    monkeypatch.setattr(vocabulary_module, "_vocabularies", {})
     with pytest.raises(ImportError, match=r"pip install .*\[grammar\]"):
         hf_paged.grammar(tokenizer(), regex="a")
 
 
 def test_compiled_grammars_are_kept() -> None:
-    vocabulary = grammar_module.vocabulary_of(tokenizer())
+    vocabulary = vocabulary_module.vocabulary_of(tokenizer())
     schemas = [constraints.json_schema({"enum": [number]}) for number in range(2)]
     assert vocabulary.compiled(schemas[0]) is vocabulary.compiled(schemas[0])
     assert vocabulary.compiled(schemas[0]) is not vocabulary.compiled(schemas[1])
@@ -305,5 +305,5 @@ def test_compiled_grammars_are_kept() -> None:
 def test_its_locks_are_free_in_a_forked_child() -> None:
     from hf_paged import locks
 
-    for lock in (grammar_module._lock, grammar_module.vocabulary_of(tokenizer())._lock):
+    for lock in (vocabulary_module._lock, vocabulary_module.vocabulary_of(tokenizer())._lock):
         assert lock in locks._locks

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from hf_paged.features.grammar import constraints, patterns
-from hf_paged.features.grammar.grammar import Matcher, vocabulary_of
+from hf_paged.features.grammar.vocabulary import Matcher, vocabulary_of
 from tests.generation import random_constraints
 from tests.generation.grammars import accepts, tokenizer
 from tests.generation.random_constraints import Answers, bytes_tokenizer

@@ -16,18 +16,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from hf_paged.fused.experts import SCALED_SILU, Assignment, Gate, GateKind, Projection
 from hf_paged.fused.gpu.kernels.experts import SIZES, assign_launch, combine_launch, product_launch, tile_of
 from hf_paged.fused.gpu.kernels.gate import gate_launch
 from hf_paged.fused.gpu.kernels.norm import NormedSum, add_norm_launch
 from hf_paged.fused.gpu.kernels.rotary import rotate_launch
 from hf_paged.fused.gpu.kernels.router import route_launch
+from hf_paged.fused.router import Router, RouterKind
+from hf_paged.fused.rows import NORM_KINDS, Norm, NormKind, RotaryKind
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.bounds import Bounds
-from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, GateKind, Projection
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.quantised import NO_SCALES, Scales
-from hf_paged.kernels.router import Router, RouterKind
-from hf_paged.kernels.rows import NORM_KINDS, Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton.launch import Launch, Target
 from hf_paged.kernels.triton.nucleus import nucleus_launches, scratch_of
 from hf_paged.kernels.triton.ops import attention_launches

@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 import host_step
 
+from hf_paged.fused.experts import Assignment, Gate, GateKind, Projection
 from hf_paged.fused.gpu.kernels import experts, gate, norm, rotary
 from hf_paged.fused.gpu.kernels import router as router_kernel
-from hf_paged.kernels.experts import Assignment, Gate, GateKind, Projection
+from hf_paged.fused.router import Router, RouterKind
+from hf_paged.fused.rows import Norm, NormKind, RotaryKind
 from hf_paged.kernels.metadata import REPEATABLE
-from hf_paged.kernels.router import Router, RouterKind
-from hf_paged.kernels.rows import Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton.launch import Launch, RowLaunches
 from hf_paged.kernels.triton.sampling import greedy
 from tests.kernels.cases import Case, attention_of, make_batch

@@ -12,10 +12,10 @@ from triton.runtime import interpreter
 
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.fused.gpu.kernels.rotary import rotate
+from hf_paged.fused.rows import RotaryKind
 from hf_paged.kernels import ops, reference
 from hf_paged.kernels.arguments import Attention, LayerKV, NewKV
 from hf_paged.kernels.metadata import announce
-from hf_paged.kernels.rows import RotaryKind
 from hf_paged.kernels.triton import launch as triton_launch
 from hf_paged.kernels.triton import ops as triton_ops
 from hf_paged.kernels.triton import partition as triton_partition

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from hf_paged.fused import experts as definitions
+from hf_paged.fused import router as router_definition
+from hf_paged.fused.experts import SCALED_SILU, Gate, GateKind, Projection
 from hf_paged.fused.gpu.kernels import experts as triton_experts
 from hf_paged.fused.gpu.kernels.experts import SIZES, assign, combine, product
 from hf_paged.fused.gpu.kernels.router import route
-from hf_paged.kernels import experts as definitions
-from hf_paged.kernels import router as router_definition
-from hf_paged.kernels.experts import SCALED_SILU, Gate, GateKind, Projection
-from hf_paged.kernels.router import Router, RouterKind
-from hf_paged.kernels.rows import ACTIVATIONS, are_close
+from hf_paged.fused.router import Router, RouterKind
+from hf_paged.fused.rows import ACTIVATIONS, are_close
 from hf_paged.kernels.triton import launch as triton_launch
 from tests.kernels.on_triton import DEVICE, DTYPES, LAYERS, random
 

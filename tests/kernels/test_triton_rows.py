@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from hf_paged.fused import rows as definitions
 from hf_paged.fused.gpu.kernels.gate import gated
 from hf_paged.fused.gpu.kernels.norm import add_norm
 from hf_paged.fused.gpu.kernels.rotary import rotate
-from hf_paged.kernels import rows as definitions
-from hf_paged.kernels.rows import ACTIVATIONS, NORM_KINDS, ROTARY_KINDS, Norm, NormKind, RotaryKind
+from hf_paged.fused.rows import ACTIVATIONS, NORM_KINDS, ROTARY_KINDS, Norm, NormKind, RotaryKind
 from tests.kernels.on_triton import DEVICE, DTYPES, LAYERS, random
 
 pytestmark = LAYERS  # the interpreter truncates to bf16 where a GPU rounds: results differ by an ulp

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from hf_paged import CacheConfig, Engine, prepack
-from hf_paged.model.new_weights import NewWeights, files_of, open_files
+from hf_paged.features.new_weights.new_weights import NewWeights, files_of, open_files
 from tests import models
 from tests.model.test_weights import is_close, plain, served
 
@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_what_does_not_fit_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = built()
     before, given = {name: value.clone() for name, value in model.state_dict().items()}, values_of(model)
-    monkeypatch.setattr("hf_paged.model.new_weights._HEADER", 2**12)
+    monkeypatch.setattr("hf_paged.features.new_weights.new_weights._HEADER", 2**12)
     for place in "abc":  # two of them have as many bytes as fp64 has
         save_file({place + name: value for name, value in given.items()}, tmp_path / f"{place}.safetensors")
     with pytest.raises(ValueError, match=r"weights have at most \d+ more"):

@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import CacheConfig, Engine
 from hf_paged.model.overrides import ABSENT, Overrides, Patch, foreign_forward, is_override, mark
+from hf_paged.model.picture import ClassForwards, Surroundings
 from hf_paged.model.state import state_of
-from hf_paged.model.weights import ClassForwards, Surroundings
 from tests import models
 
 pytestmark = pytest.mark.usefixtures("trusted_code")

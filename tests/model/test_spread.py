@@ -17,8 +17,8 @@ from hf_paged.cache import swap
 from hf_paged.features.watch.guards import ModelWatch
 from hf_paged.generation.engine import room
 from hf_paged.integration.attention import LayerHandle
-from hf_paged.model import packed_cache
-from hf_paged.model.packed_cache import PackedCache
+from hf_paged.model import packed_step
+from hf_paged.model.packed_step import PackedCache
 from tests.architectures.tiny import NUM_LAYERS, tiny_model
 from tests.logical_devices import KIND, in_child, logical_devices
 from tests.models import ragged
@@ -93,7 +93,7 @@ def test_all_of_a_layer_is_on_its_device() -> None:
         begin, update, send = (
             PackedCache.begin_step,
             PackedCache.update,
-            packed_cache.metadata_on,
+            packed_step.metadata_on,
         )
 
         def updated(cache: PackedCache, key: torch.Tensor, value: torch.Tensor, index: int, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def test_all_of_a_layer_is_on_its_device() -> None:
         with (
             mock.patch.object(PackedCache, "update", updated),
             mock.patch.object(PackedCache, "begin_step", lambda *args: (steps.append(1), begin(*args))),
-            mock.patch.object(packed_cache, "metadata_on", lambda *args: (sent.append(1), send(*args))[1]),
+            mock.patch.object(packed_step, "metadata_on", lambda *args: (sent.append(1), send(*args))[1]),
         ):
             assert torch.equal(generate(model, GREEDY, cache_implementation="paged"), plain(GREEDY))
             assert torch.equal(engine_tokens(model)[0], plain(GREEDY)[:, -NEW:])

@@ -25,21 +25,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from offline import CHIPS
 
+from hf_paged.fused import experts as expert_definitions
+from hf_paged.fused import router as router_definitions
+from hf_paged.fused.experts import SCALED_SILU, Assignment, Gate, GateKind, Projection
 from hf_paged.fused.gpu.kernels.experts import assign_launch, combine_launch, product_launch, tile_of
 from hf_paged.fused.gpu.kernels.gate import gate_launch
 from hf_paged.fused.gpu.kernels.norm import NormedSum, add_norm_launch
 from hf_paged.fused.gpu.kernels.rotary import rotate_launch
 from hf_paged.fused.gpu.kernels.router import route_launch
-from hf_paged.kernels import experts as expert_definitions
+from hf_paged.fused.router import Router, RouterKind
+from hf_paged.fused.rows import ACTIVATIONS, NORM_KINDS, Norm, NormKind, RotaryKind, normalise
+from hf_paged.fused.rows import rotate as rotate_by_torch
 from hf_paged.kernels import ops
-from hf_paged.kernels import router as router_definitions
 from hf_paged.kernels.arguments import LayerKV, NewKV
-from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, GateKind, Projection
 from hf_paged.kernels.metadata import AttentionMetadata
 from hf_paged.kernels.quantised import Scales
-from hf_paged.kernels.router import Router, RouterKind
-from hf_paged.kernels.rows import ACTIVATIONS, NORM_KINDS, Norm, NormKind, RotaryKind, normalise
-from hf_paged.kernels.rows import rotate as rotate_by_torch
 from hf_paged.kernels.triton import nucleus
 from hf_paged.kernels.triton.launch import Launch
 from hf_paged.kernels.triton.ops import attention_launches

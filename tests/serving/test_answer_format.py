@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_paged.features.grammar import constraints
-from hf_paged.features.grammar.grammar import Matcher, vocabulary_of
+from hf_paged.features.grammar.vocabulary import Matcher, vocabulary_of
 from hf_paged.serving.answer_format import AnswerFormat, Calls, Tool, template_of
 from hf_paged.serving.parsing import Parser, Pieces
 from tests.generation.grammars import accepts, tokenizer

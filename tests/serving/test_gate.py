@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from hf_paged.serving.middleware import Gate
-from hf_paged.serving.schema import MAX_CONTAINERS
 from hf_paged.serving.settings import Limits, Settings
+from hf_paged.serving.values import MAX_CONTAINERS
 
 SECONDS = 60  # that a test waits for what is never to happen
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 import hf_paged
-from hf_paged.serving import replies, tracing
+from hf_paged.serving import live_replies, tracing
 from hf_paged.serving.metrics import Recent
 from hf_paged.serving.page_files import PAGE_FILES
 from tests.serving.harness import KEY, NAME, Ended, Running, serving
@@ -72,7 +72,7 @@ def test_neither_live_nor_metrics_waits_for_a_step(server: Running, every_step: 
         gate.open()
         list(stream)
     assert figures.status_code == 200 and f'num_requests_running{{model_name="{NAME}"}} 1.0' in figures.text
-    replies.LiveState.model_validate(live)
+    live_replies.LiveState.model_validate(live)
     (request,) = live["engine"]["requests"]
     assert (request["status"], request["prompt"], request["limit"]) == ("running", 20, 60)
     assert [len(table) for table in request["sequences"][0]["tables"]] == [2]

@@ -17,7 +17,7 @@ from typing import Any
 import openai
 import pytest
 
-from hf_paged.cli import serve as command
+from hf_paged.cli import serve_values as command
 from hf_paged.cli.common import UsageError
 from hf_paged.serving import fetching
 from hf_paged.serving.fetching import CannotFetch, Fetcher, check_public

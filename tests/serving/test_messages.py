@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
+from hf_paged.serving.message_replies import AnthropicEvent, AnthropicMessage
 from hf_paged.serving.messages import MessagesRequest, chat_of
 from hf_paged.serving.processors import ThinkingBudget
 from hf_paged.serving.registered import Registered
-from hf_paged.serving.replies import AnthropicEvent, AnthropicMessage
 from tests.serving.chats import ANSWERS, RESPONSES, SCHEMA, TEMPLATE, TOOLS, said
 from tests.serving.harness import NAME, Running, plain, tokenizer
 

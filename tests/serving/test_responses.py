@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from hf_paged.serving.replies import ResponseEvent, ResponseObject
+from hf_paged.serving.response_replies import ResponseEvent, ResponseObject
 from hf_paged.serving.responses import ResponsesRequest, chat_of
 from tests.serving.harness import NAME, Running
 

@@ -7,43 +7,23 @@ else each character is one, which is exact and slower (with 128,000 tokens, JSON
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, product
 
 from hf_paged.features.grammar import patterns
+from hf_paged.features.grammar.gbnf_parser import EMPTY, END, Node, Parser, Rules, merged_ranges, names_in, sequence
 
-# The parser and all that walks the tree call themselves for each group, on Python's stack.
-_MAX_DEPTH = 100  # groups within groups
-_MAX_BRANCHES = 4096  # repetitions and alternatives; llguidance takes the square of that
+# llguidance takes the square of that.
+_MAX_BRANCHES = 4096  # repetitions and alternatives
 # A larger grammar is written by characters: `_is_unambiguous` does not work out whether longest lexemes are right.
 _MAX_STATES, _MAX_PAIRS, _MAX_LEXEMES = 3_000, 20_000, 64  # of automata that are compared
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """kind: "chars" (one of `ranges`), "ref" (the rule `name`), "seq", "alt" (of `parts`), "rep" (`low` to `high` times
-    its one part; None: any number), "lexeme" (its one part, in one piece)."""
-
-    kind: str
-    parts: tuple[Node, ...] = ()
-    ranges: tuple[tuple[int, int], ...] = ()
-    name: str = ""
-    low: int = 0
-    high: int | None = None
-
-
-Rules = dict[str, Node]
-EMPTY = Node("seq")
-# The last character of Unicode.
-_END = 0x10FFFF
 
 
 def lark_of(text: str, prefix: str) -> tuple[list[str], str, bool]:
     """The rules in Lark, whose names begin with `prefix`; the expression of `root`; whether that is a terminal. Raises
     ValueError."""
-    rules = _Parser(text).rules()
+    rules = Parser(text).rules()
     if sum(_num_branches(node) for node in rules.values()) > _MAX_BRANCHES:
         raise ValueError(f"the grammar has more than {_MAX_BRANCHES} repetitions and alternatives; make it smaller")
     if not _ends(rules):
@@ -54,199 +34,8 @@ def lark_of(text: str, prefix: str) -> tuple[list[str], str, bool]:
 
 # -- reading -------------------------------------------------------------------------------------------------------
 
-_SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
-_LINES = re.compile(r"(?:\s|#[^\r\n]*)*")
-_NAME = re.compile(r"[a-zA-Z0-9_-]+")
-_RULE = re.compile(r"[a-zA-Z0-9_-]+(?:[ \t]|#[^\r\n]*)*::=")
-_BOUNDS = re.compile(r"\{\s*(\d{1,6})?\s*(,)?\s*(\d{1,6})?\s*\}")
-_CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})")
-_SIGNS = {"n": 10, "r": 13, "t": 9, "\\": 92, '"': 34, "[": 91, "]": 93, "-": 45, "^": 94}
-
-
-class _Parser:
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._place = 0
-
-    def rules(self) -> Rules:
-        found: Rules = {}
-        self._skip(_LINES)
-        while self._place < len(self._text):
-            name = self._name()
-            self._skip(_LINES)
-            if not self._take("::="):
-                raise self._wrong("'::=' is needed")
-            if name in found:
-                raise self._wrong(f"the rule {name!r} is there twice")
-            self._skip(_LINES)
-            found[name] = self._alternatives(0)
-            self._skip(_LINES)
-        for node in found.values():
-            for each in _names(node):
-                if each not in found:
-                    raise ValueError(f"the grammar has no rule {each!r}")
-        if "root" not in found:
-            raise ValueError("the grammar has no rule 'root', with which it begins")
-        return found
-
-    def _wrong(self, why: str) -> ValueError:
-        line = self._text.count("\n", 0, self._place) + 1
-        return ValueError(
-            f"the grammar cannot be read: {why} at {self._text[self._place : self._place + 20]!r}, line {line}"
-        )
-
-    def _skip(self, pattern: re.Pattern[str]) -> None:
-        found = pattern.match(self._text, self._place)
-        self._place = found.end() if found else self._place
-
-    def _take(self, sign: str) -> bool:
-        is_there = self._text.startswith(sign, self._place)
-        self._place += len(sign) * is_there
-        return is_there
-
-    def _name(self) -> str:
-        found = _NAME.match(self._text, self._place)
-        if not found:
-            raise self._wrong("a name is needed")
-        self._place = found.end()
-        return found[0]
-
-    def _alternatives(self, depth: int) -> Node:
-        if depth > _MAX_DEPTH:
-            raise self._wrong(f"there are more than {_MAX_DEPTH} groups within each other")
-        found = [self._sequence(depth)]
-        while self._take("|"):
-            self._skip(_LINES)
-            found.append(self._sequence(depth))
-        return found[0] if len(found) == 1 else Node("alt", tuple(found))
-
-    def _sequence(self, depth: int) -> Node:
-        found: list[Node] = []
-        while True:
-            self._skip(_LINES if depth else _SPACE)
-            if not depth and self._text[self._place : self._place + 1] in ("\r", "\n"):
-                # A rule may continue in the next line with "|".
-                after = _LINES.match(self._text, self._place)
-                if after and self._text.startswith("|", after.end()):
-                    self._place = after.end()
-                return _sequence(found)
-            sign = self._text[self._place : self._place + 1]
-            if sign == '"':
-                item = self._literal()
-            elif sign == "[":
-                item = self._class()
-            elif self._take("."):
-                item = Node("chars", ranges=((0, _END),))
-            elif self._take("("):
-                self._skip(_LINES)
-                item = self._alternatives(depth + 1)
-                self._skip(_LINES)
-                if not self._take(")"):
-                    raise self._wrong("')' is needed")
-            elif _NAME.match(self._text, self._place) and not _RULE.match(self._text, self._place):
-                item = Node("ref", name=self._name())
-            elif sign in ("", "|", ")"):
-                if sign == ")" and not depth:
-                    raise self._wrong("there is no group that ends")
-                return _sequence(found)
-            else:
-                raise self._wrong("a string, a class, a group or a rule's name is needed")
-            found.append(self._repeated(item, depth))
-
-    def _repeated(self, item: Node, depth: int) -> Node:
-        while True:
-            self._skip(_LINES if depth else _SPACE)
-            sign = self._text[self._place : self._place + 1]
-            if sign and sign in "*+?":
-                self._place += 1
-                item = Node("rep", (item,), low=int(sign == "+"), high=1 if sign == "?" else None)
-            elif sign == "{":
-                found = _BOUNDS.match(self._text, self._place)
-                if not found or (found[1] is None and found[3] is None):
-                    raise self._wrong("bounds {m}, {m,} or {m,n} are needed")
-                self._place = found.end()
-                low = int(found[1] or 0)
-                high = (int(found[3]) if found[3] else None) if found[2] else low
-                if high is not None and high < low:
-                    raise self._wrong("the bounds are in the wrong order before this")
-                item = Node("rep", (item,), low=low, high=high)
-            else:
-                return item
-
-    def _letter(self) -> int:
-        if self._place >= len(self._text):
-            raise self._wrong("something does not end")
-        if not self._take("\\"):
-            self._place += 1
-            return ord(self._text[self._place - 1])
-        found = _CODE.match(self._text, self._place)
-        if found:
-            self._place = found.end()
-            code = int(found[1] or found[2] or found[3], 16)
-            if code > _END or 0xD800 <= code <= 0xDFFF:
-                raise self._wrong("this is the code of no character, before")
-            return code
-        sign = self._text[self._place : self._place + 1]
-        if sign not in _SIGNS:
-            raise self._wrong("an unknown escape")
-        self._place += 1
-        return _SIGNS[sign]
-
-    def _literal(self) -> Node:
-        self._place += 1
-        codes = []
-        while not self._take('"'):
-            codes.append(self._letter())
-        return _sequence([Node("chars", ranges=((code, code),)) for code in codes])
-
-    def _class(self) -> Node:
-        self._place += 1
-        is_negated = self._take("^")
-        found = []
-        while not self._take("]"):
-            first = last = self._letter()
-            if self._text.startswith("-", self._place) and not self._text.startswith("-]", self._place):
-                self._place += 1
-                last = self._letter()
-            if last < first:
-                raise self._wrong("the range is in the wrong order before this")
-            found.append((first, last))
-        merged = _merged(found)
-        ranges = _complement(merged) if is_negated else merged
-        if not ranges:
-            raise self._wrong("a class without characters, before")
-        return Node("chars", ranges=tuple(ranges))
-
-
-def _sequence(items: list[Node]) -> Node:
-    return items[0] if len(items) == 1 else Node("seq", tuple(items))
-
-
-def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    made: list[tuple[int, int]] = []
-    for first, last in sorted(ranges):
-        if made and first <= made[-1][1] + 1:
-            made[-1] = made[-1][0], max(made[-1][1], last)
-        else:
-            made.append((first, last))
-    return made
-
-
-def _complement(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    edges = [-1, *(edge for pair in ranges for edge in pair), _END + 1]
-    return [(low + 1, high - 1) for low, high in zip(edges[::2], edges[1::2]) if low + 1 <= high - 1]
-
 
 # -- rules ---------------------------------------------------------------------------------------------------------
-
-
-def _names(node: Node) -> Iterator[str]:
-    waiting = [node]
-    while waiting:
-        each = waiting.pop()
-        if each.kind == "ref":
-            yield each.name
-        waiting += each.parts
 
 
 def _ends(rules: Rules) -> bool:
@@ -277,7 +66,7 @@ def _reachable(rules: Rules) -> Rules:
         name = waiting.pop()
         if name not in found:
             found[name] = rules[name]
-            waiting += _names(rules[name])
+            waiting += names_in(rules[name])
     return found
 
 
@@ -289,10 +78,10 @@ def _unrolled(name: str, node: Node) -> Node:
             parts = list(option.parts) if option.kind == "seq" else [option]
             if parts and parts[at] == Node("ref", name=name):
                 del parts[at]
-                loops.append(_sequence(parts))
+                loops.append(sequence(parts))
             else:
                 ends.append(option)
-        if loops and not any(name in _names(each) for each in [*loops, *ends]):
+        if loops and not any(name in names_in(each) for each in [*loops, *ends]):
             repeated = Node("rep", (Node("alt", tuple(loops)),))
             once = Node("alt", tuple(ends))
             return Node("seq", (repeated, once) if at == -1 else (once, repeated)) if ends else node
@@ -345,7 +134,7 @@ class _Writer:
         return lines + self._lexemes, self._names["root"], False
 
     def _is_regular(self, node: Node) -> bool:
-        return all(name in self._regular for name in _names(node))
+        return all(name in self._regular for name in names_in(node))
 
     def _with_lexemes(self, node: Node, is_joined: bool) -> Node:
         """The body of a rule, in which what is regular is a node "lexeme". is_joined: one for all that is in a row."""
@@ -359,9 +148,9 @@ class _Writer:
         for is_regular, group in groupby(node.parts, self._is_regular):
             parts = list(group)
             if is_joined and is_regular:
-                parts = [_sequence(parts)]
+                parts = [sequence(parts)]
             made += (self._with_lexemes(each, is_joined) for each in parts)
-        return _sequence(made)
+        return sequence(made)
 
     # -- expressions --------------------------------------------------------------------------------------------
 
@@ -402,7 +191,7 @@ class _Writer:
             after, begins = _neighbours(bodies, {node for node, automaton in automata.items() if automaton.is_nullable})
             for node, automaton in automata.items():
                 following = [each for first, each in after if first == node]
-                letters = _merged(pair for each in following for pair in automata[each].first())
+                letters = merged_ranges(pair for each in following for pair in automata[each].first())
                 beside = {each for place in [begins, *_successors(after)] if node in place for each in place}
                 if any(automaton.meets(automata[each], letters) for each in beside):
                     return False
@@ -422,7 +211,7 @@ def _joined(node: Node, inner: Callable[[Node], str]) -> str:
 
 def _regular(rules: Rules) -> set[str]:
     """Rules that do not lead back to themselves, nor to such."""
-    uses = {name: set(_names(node)) for name, node in rules.items()}
+    uses = {name: set(names_in(node)) for name, node in rules.items()}
     regular: set[str] = set()
     while found := {name for name in uses if name not in regular and uses[name] <= regular}:
         regular |= found
@@ -581,7 +370,7 @@ def _overlap(one: Iterable[tuple[int, int]], other: Iterable[tuple[int, int]]) -
 
 
 def _class(ranges: tuple[tuple[int, int], ...]) -> str:
-    if ranges == ((0, _END),):
+    if ranges == ((0, END),):
         return patterns.ANY
     parts = []
     for low, high in ranges:

@@ -8,138 +8,39 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
 from hf_paged.features.grammar import patterns
-
-Schema = dict[str, Any]
+from hf_paged.features.grammar.finite_schemas import Schema, num_patterns, pruned
+from hf_paged.features.grammar.schema_keywords import (
+    ANNOTATIONS,
+    FOLLOWED,
+    FORMATS,
+    OBJECTS,
+    TYPES,
+    anchors,
+    are_names,
+    escaped,
+    is_bound,
+    is_number,
+    is_type,
+    types_of,
+)
 
 MAX_WHITESPACE = 1
 """Characters of white space between two parts of a JSON document. With more, small models may write nothing else."""
 
 # The reader calls itself for each, on Python's stack.
 _MAX_DEPTH = 64  # schemas within schemas, also through references
-_MAX_NUMBER = 2**53  # llguidance has bounds as fp64
 _MAX_MULTIPLES = 100_000  # its automata have that many states
 _MAX_PATTERNS = 6  # for one string; llguidance's time and memory grow exponentially, and none of its limits ends that
 
-_ANNOTATIONS = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$comment",
-        "$schema",
-        "$id",
-        "$anchor",
-        "$defs",
-        "definitions",
-        "contentEncoding",
-        "contentMediaType",
-        "contentSchema",
-        "discriminator",
-        "externalDocs",
-        "xml",
-    ]
-)
-_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
-_OBJECTS = ("properties", "patternProperties")  # values of an object are schemas
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")  # items of a list are
-
-
-def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_bound(value: Any) -> bool:
-    return _is_number(value) and abs(value) < _MAX_NUMBER
-
-
-def _is_type(value: object) -> bool:
-    names = value if isinstance(value, list) else [value]
-    return bool(names) and all(isinstance(name, str) and name in _TYPES for name in names)
-
-
-def _are_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _is_filled(value: object) -> bool:
-    return isinstance(value, list) and bool(value)
-
-
-def _of(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind)
-
-
-# What is followed, and what its value has to be.
-_FOLLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "type": (_is_type, f"one of {', '.join(sorted(_TYPES))}, or a list of them"),
-    "enum": (_is_filled, "a list that is not empty"),
-    "const": (lambda value: True, ""),
-    **dict.fromkeys(
-        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
-        (_is_count, "a whole number that is not negative"),
-    ),
-    **dict.fromkeys(
-        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-        (_is_bound, "a number between -2^53 and 2^53"),
-    ),
-    "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
-    **dict.fromkeys(("pattern", "format", "$ref"), (_of(str), "a string")),
-    "required": (_are_names, "a list of strings"),
-    **dict.fromkeys(_OBJECTS, (_of(dict), "an object whose values are schemas")),
-    **dict.fromkeys(_LISTS, (_is_filled, "a list of schemas that is not empty")),
-    **dict.fromkeys(("items", "additionalProperties", "propertyNames"), (_of(object), "")),
-}
 _SIMPLE = ("type", "minLength", "maxLength", "minItems", "maxItems")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref")
-
-_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
-_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DATE = (
-    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
-)
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
-_HOST = rf"(?:{_LABEL}\.){{0,3}}{_LABEL.replace('61', '59')}"  # at most 253 characters
-_HEX = "[0-9a-fA-F]{1,4}"
-_MAIL = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
-_URL = r"(?:[a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
-FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "duration": r"P(?:[0-9]+W|(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
-    r"(?:T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S))?"
-    r"|T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S))",
-    "email": rf"{_MAIL}(?:\.{_MAIL})*@{_HOST}",
-    "hostname": _HOST,
-    "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
-    "ipv6": "|".join(
-        [f"(?:{_HEX}:){{7}}{_HEX}", "::", f"(?:{_HEX}:){{1,7}}:", f"::{_HEX}(?::{_HEX}){{0,6}}"]
-        + [f"(?:{_HEX}:){{{left}}}(?::{_HEX}){{1,{7 - left}}}" for left in range(1, 7)]
-    ),
-    "uuid": "[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
-    "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]*:(?://{_HOST}(?::[0-9]{{1,5}})?(?:/{_URL}*)*|{_URL}+(?:/{_URL}*)*)"
-    rf"(?:\?(?:{_URL}|[/?])*)?(?:#(?:{_URL}|[/?])*)?",
-}
-"""Formats of strings, as regular expressions for whole texts. Other formats are annotations."""
 
 
 def followed(schema: object, *, strict: bool) -> Schema:
@@ -154,7 +55,7 @@ class _Reader:
         self._strict = strict
         self._definitions: Schema = {}
         self._names: dict[tuple[str, bool], str] = {}  # of definitions, by pointer and whether they are left open
-        self._anchors = dict(_anchors(root))
+        self._anchors = dict(anchors(root))
         self._multiples: set[Fraction] = set()
         self._owner: str | None = "#"  # pointer of the schema whose own values are described; None: those within them
         self._leads_to: dict[str, set[str]] = {}  # pointers of schemas, to those that describe the same value
@@ -164,9 +65,9 @@ class _Reader:
         self._check_circles()
         options = {"x-guidance": {"whitespace_pattern": f"[ \\n\\r\\t]{{1,{MAX_WHITESPACE}}}"}}
         whole = {**options, "$defs": self._definitions, **(made if isinstance(made, dict) else {})}
-        if made is False or not _pruned(whole):
+        if made is False or not pruned(whole):
             raise ValueError("the schema has no finite answer: it is false, or a required value would contain itself")
-        if _num_patterns(whole, whole["$defs"], {}) > _MAX_PATTERNS:
+        if num_patterns(whole, whole["$defs"], {}) > _MAX_PATTERNS:
             raise ValueError(
                 f"the schema's keyword 'pattern' (or 'format') is there more than {_MAX_PATTERNS} times for the same "
                 "string, by 'allOf' or '$ref'; leave some out"
@@ -188,7 +89,7 @@ class _Reader:
         for name, value in schema.items():
             self._check(name, value, path)
         made: Schema = {
-            name: int(schema[name]) if _is_number(schema[name]) else schema[name] for name in _SIMPLE if name in schema
+            name: int(schema[name]) if is_number(schema[name]) else schema[name] for name in _SIMPLE if name in schema
         }
         made |= {name: _bound(name, schema[name]) for name in _BOUNDS if name in schema}
         made |= self._strings(schema, path)
@@ -234,16 +135,16 @@ class _Reader:
     def _check(self, name: str, value: object, path: str) -> None:
         if name == "$id" and path != "#":
             raise self._refused(name, path, "is only followed at the beginning")
-        if name in _ANNOTATIONS or name.startswith("x-") or (name == "uniqueItems" and value is False):
+        if name in ANNOTATIONS or name.startswith("x-") or (name == "uniqueItems" and value is False):
             return
-        if name not in _FOLLOWED:
+        if name not in FOLLOWED:
             raise self._refused(name, path, "cannot be followed; leave it out")
-        fits, wanted = _FOLLOWED[name]
+        fits, wanted = FOLLOWED[name]
         if not fits(value):
             raise self._refused(name, path, f"has the value {json.dumps(value)[:50]}; it needs {wanted}")
         if name in ("enum", "const"):
             for number in _numbers(value):
-                if not _is_bound(number):
+                if not is_bound(number):
                     raise self._refused(name, path, f"has the number {number}; it needs one between -2^53 and 2^53")
 
     def _strings(self, schema: Schema, path: str) -> Schema:
@@ -292,12 +193,12 @@ class _Reader:
 
     def _object(self, schema: Schema, path: str, depth: int, is_open: bool) -> Schema:
         properties = {
-            name: self._within(each, f"{path}/properties/{_escaped(name)}", depth)
+            name: self._within(each, f"{path}/properties/{escaped(name)}", depth)
             for name, each in schema.get("properties", {}).items()
         }
         by_pattern = {
             self._found(pattern, "patternProperties", path): self._within(
-                each, f"{path}/patternProperties/{_escaped(pattern)}", depth
+                each, f"{path}/patternProperties/{escaped(pattern)}", depth
             )
             for pattern, each in schema.get("patternProperties", {}).items()
         }
@@ -350,7 +251,7 @@ class _Reader:
         if isinstance(schema, dict):
             for name, value in schema.items():
                 self._check(name, value, path)
-            given = {name for name in schema if name in _FOLLOWED}
+            given = {name for name in schema if name in FOLLOWED}
             if given <= {"pattern", "type"} and "pattern" in given:
                 return _Names(schema["pattern"], self._found(schema["pattern"], "pattern", path))
             if given <= {"minLength", "maxLength", "type"} and schema.get("type", "string") == "string":
@@ -420,7 +321,7 @@ class _Reader:
         The first is False unless the reader is strict and the schema is not open.
         """
         places = [name for name in _IN_PLACE if name in schema]
-        says = [name for name in (*_OBJECTS, "additionalProperties", "required", "propertyNames") if name in schema]
+        says = [name for name in (*OBJECTS, "additionalProperties", "required", "propertyNames") if name in schema]
         is_alone = len(places) == 1 and not says and (places[0] != "allOf" or len(schema["allOf"]) == 1)
         if not self._strict or is_open or not places or is_alone:
             return False, is_alone
@@ -434,7 +335,7 @@ class _Reader:
         if "additionalProperties" in schema or "patternProperties" in schema:
             yield None
         yield from schema.get("properties", ()) if isinstance(schema.get("properties"), dict) else ()
-        yield from schema.get("required", ()) if _are_names(schema.get("required")) else ()
+        yield from schema.get("required", ()) if are_names(schema.get("required")) else ()
         for name in ("allOf", "anyOf", "oneOf"):
             for each in schema.get(name, ()) if isinstance(schema.get(name), list) else ():
                 yield from self._property_names(each, seen)
@@ -456,18 +357,18 @@ class _Reader:
                     )  # fmt: skip
 
     def _facts(self, schema: object, depth: int) -> _Facts:
-        facts = _Facts(set(_TYPES), None, {})
+        facts = _Facts(set(TYPES), None, {})
         if schema is False:
             return _Facts(set(), [], {})
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return facts
-        if "type" in schema and _is_type(schema["type"]):
+        if "type" in schema and is_type(schema["type"]):
             facts.types &= set(schema["type"] if isinstance(schema["type"], list) else [schema["type"]])
         values = schema["enum"] if isinstance(schema.get("enum"), list) else None
         values = [schema["const"]] if "const" in schema else values
         if values is not None:
             facts.values = values
-            facts.types &= set().union(*map(_types_of, values))
+            facts.types &= set().union(*map(types_of, values))
         properties, required = schema.get("properties", {}), schema.get("required", ())
         if isinstance(properties, dict) and isinstance(required, list):
             facts.required = {name: [properties[name]] for name in required if name in properties}
@@ -521,14 +422,6 @@ def _widened(types: set[str]) -> set[str]:
     return types | {"integer"} if "number" in types else types
 
 
-def _types_of(value: object) -> set[str]:
-    if value is None or isinstance(value, bool):
-        return {"null"} if value is None else {"boolean"}
-    if isinstance(value, (int, float)):
-        return {"integer", "number"}
-    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
-
-
 def _bound(name: str, value: float) -> float:
     """The bound for llguidance, which takes an exclusive whole number into a range such as 0 to 0.1: the next fp64
     number stands for it, and 1e-16 for zero."""
@@ -540,7 +433,7 @@ def _bound(name: str, value: float) -> float:
 
 def _same(one: object, other: object) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True) or (
-        _is_number(one) and _is_number(other) and one == other
+        is_number(one) and is_number(other) and one == other
     )
 
 
@@ -550,117 +443,3 @@ def _numbers(value: object) -> Iterator[int | float]:
     elif isinstance(value, (list, dict)):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _numbers(each)
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
-
-
-def _anchors(schema: object, path: str = "#") -> Iterator[tuple[str, str]]:
-    """Each `$anchor`, and the pointer to its schema."""
-    waiting = [(schema, path)]
-    while waiting:
-        each, place = waiting.pop()
-        if not isinstance(each, dict):
-            continue
-        if isinstance(each.get("$anchor"), str):
-            yield each["$anchor"], place
-        for name, value in each.items():
-            if name in (*_OBJECTS, "$defs", "definitions") and isinstance(value, dict):
-                waiting += [(inner, f"{place}/{_escaped(name)}/{_escaped(key)}") for key, inner in value.items()]
-            elif name in _LISTS and isinstance(value, list):
-                waiting += [(inner, f"{place}/{name}/{number}") for number, inner in enumerate(value)]
-            elif name in ("items", "additionalProperties", "propertyNames"):
-                waiting.append((value, f"{place}/{name}"))
-
-
-def _pruned(root: Schema) -> bool:
-    """Take out, in place, what no finite value fits: a value that would contain itself. Returns whether anything is
-    left."""
-    definitions: dict[str, Any] = root["$defs"]
-    known: set[str] = set()
-
-    def ends(schema: object) -> bool:
-        if not isinstance(schema, dict):
-            return schema is not False
-        if "$ref" in schema and schema["$ref"].rpartition("/")[2] not in known:
-            return False
-        if not all(map(ends, schema.get("allOf", ()))):
-            return False
-        if "anyOf" in schema and not any(map(ends, schema["anyOf"])):
-            return False
-        return any(_type_ends(name, schema, ends) for name in _listed(schema.get("type", list(_TYPES))))
-
-    def prune(schema: object) -> None:
-        if not isinstance(schema, dict):
-            return
-        for name in _OBJECTS:
-            for key, each in schema.get(name, {}).items():
-                schema[name][key] = each if ends(each) else False
-                prune(schema[name][key])
-        for name in ("items", "additionalProperties"):
-            if name in schema:
-                schema[name] = schema[name] if ends(schema[name]) else False
-                prune(schema[name])
-        if "anyOf" in schema:
-            schema["anyOf"] = [each for each in schema["anyOf"] if ends(each)]
-        if "prefixItems" in schema:
-            fitting = [ends(each) for each in schema["prefixItems"]] + [False]
-            if False in fitting[:-1]:
-                schema["prefixItems"] = schema["prefixItems"][: fitting.index(False)]
-                schema["items"] = False
-        for name in _LISTS:
-            for each in schema.get(name, ()):
-                prune(each)
-
-    # What is not known to end when nothing new is found would contain itself.
-    while found := {name for name, each in definitions.items() if name not in known and ends(each)}:
-        known |= found
-    whole = {name: each for name, each in root.items() if name != "$defs"}
-    if not ends(whole):
-        return False
-    for schema in [whole, *(definitions[name] for name in known)]:
-        prune(schema)
-    root.update(whole)
-    root["$defs"] = {name: definitions[name] for name in known}
-    return True
-
-
-def _num_patterns(schema: object, definitions: Schema, known: dict[str, int]) -> int:
-    """Count the patterns that one string of the value may have to match together, at most.
-
-    known: counts of definitions, by name.
-    """
-    if not isinstance(schema, dict):
-        return 0
-
-    def most(parts: Iterable[Any]) -> int:
-        return max((_num_patterns(each, definitions, known) for each in parts), default=0)
-
-    within = [each for name in _OBJECTS for each in schema.get(name, {}).values()]
-    within += [*schema.get("prefixItems", ()), schema.get("items"), schema.get("additionalProperties")]
-    found = max(int("pattern" in schema), most(within)) + most(schema.get("anyOf", ()))
-    found += sum(_num_patterns(each, definitions, known) for each in schema.get("allOf", ()))
-    if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
-        if name not in known:
-            known[name] = 0  # while it is read: it may contain itself
-            known[name] = _num_patterns(definitions[name], definitions, known)
-        found += known[name]
-    return found
-
-
-def _type_ends(name: str, schema: Schema, ends: Callable[[Any], bool]) -> bool:
-    if "enum" in schema or "const" in schema:
-        return True
-    if name == "object":
-        properties = schema.get("properties", {})
-        return all(ends(properties[each]) for each in schema.get("required", ()) if each in properties)
-    if name == "array" and schema.get("minItems", 0):
-        prefix = schema.get("prefixItems", [])[: schema["minItems"]]
-        return all(map(ends, prefix)) and (len(prefix) >= schema["minItems"] or ends(schema.get("items", True)))
-    return True
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [value]

@@ -18,8 +18,9 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedKVCache
 from hf_paged.cache.paged_layers import PagedLayer
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.features.rows.forwards import Rows
 from hf_paged.features.rows.pieces import Part
-from hf_paged.features.rows.rows import RowModel, Rows, Together, Way
+from hf_paged.features.rows.rows import RowModel, Together, Way
 from hf_paged.features.rows.states import SizesOfTensors, States
 from hf_paged.features.watch.foreign import foreign_code
 from hf_paged.integration.attention import OWN_MASK

@@ -27,8 +27,8 @@ from hf_paged.integration.attention import IMPLEMENTATION, configs_of, own_imple
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.calls import CALLING, OF_INSTANCE, helpers, modes
 from hf_paged.model.overrides import is_override
+from hf_paged.model.picture import Surroundings
 from hf_paged.model.state import Slot, state_of
-from hf_paged.model.weights import Surroundings
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

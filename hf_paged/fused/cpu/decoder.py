@@ -31,10 +31,11 @@ from hf_paged.integration.attention import attention_forward, in_packed_step, pa
 from hf_paged.integration.names import CACHE
 from hf_paged.kernels.arguments import Attention
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark, uncompiled_modules
-from hf_paged.model.packed_cache import PackedCache
+from hf_paged.model.packed_step import PackedCache
 from hf_paged.model.parameters import readable_weight
+from hf_paged.model.picture import ClassForwards, differ
 from hf_paged.model.state import Slot, state_of
-from hf_paged.model.weights import ClassForwards, Weights, differ
+from hf_paged.model.weights import Weights
 
 TRIAL_TOKENS = 8
 """A shorter step does not suffice for the comparison: a token at position 0 is not rotated at all."""

@@ -16,13 +16,14 @@ from torch import nn
 from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.weights import fits
 from hf_paged.fused.expert_modules import KnownExperts, is_of_interface, known_experts, projections_of
+from hf_paged.fused.experts import GateKind, Projection
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels import buffers
-from hf_paged.kernels.experts import GateKind, Projection
 from hf_paged.model.overrides import Overrides, Patch, is_unhooked, mark, uncompiled_modules
+from hf_paged.model.picture import ClassForwards
 from hf_paged.model.state import Slot, state_of
 from hf_paged.model.trial import attempt
-from hf_paged.model.weights import ClassForwards, Weights
+from hf_paged.model.weights import Weights
 
 _IMPLEMENTATION = "grouped_mm"
 """The implementation of transformers with these bits, its default. Others round or add up in another order."""

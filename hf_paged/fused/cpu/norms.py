@@ -24,9 +24,9 @@ from hf_paged.integration.attention import in_packed_step
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.overrides import Overrides, Patch, mark, uncompiled_modules, without_override
 from hf_paged.model.parameters import readable_weight
+from hf_paged.model.picture import ClassForwards, differ
 from hf_paged.model.state import Slot, state_of
 from hf_paged.model.trial import attempt, random_numbers
-from hf_paged.model.weights import ClassForwards, differ
 
 _EPSILONS = ("variance_epsilon", "eps")  # the attribute's names
 _ROTARY = "apply_rotary_pos_emb"  # the name of transformers' function in every modeling module that has one

@@ -18,7 +18,7 @@ import torch
 from hf_paged.fused.cpu.stack import Stack, StackLayer
 from hf_paged.integration.attention import LayerHandle
 from hf_paged.kernels.native.ops import has_few_tokens
-from hf_paged.model.packed_cache import PackedCache
+from hf_paged.model.packed_step import PackedCache
 
 MAX_TOKENS_AHEAD = 256
 """Maximum tokens of a step in which layers are computed ahead. In larger steps the results of all layers take more

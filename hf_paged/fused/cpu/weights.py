@@ -33,9 +33,10 @@ from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels.buffers import has_memory, in_large_pages
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark, uncompiled_modules
 from hf_paged.model.parameters import is_parameter, readable
+from hf_paged.model.picture import ClassForwards
 from hf_paged.model.state import Slot, release, state_of, unwrapped
 from hf_paged.model.trial import random_numbers
-from hf_paged.model.weights import ClassForwards, Weights
+from hf_paged.model.weights import Weights
 
 AUTO_SHARE = 0.25
 """With `prepack=None`, weights are packed only if the copies take at most this share of the free memory."""

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from hf_paged.fused.gpu.factors import Factor, factor_of
+from hf_paged.fused.gpu.norms import NormOf, norm_of
 from hf_paged.fused.gpu.packing import LinearGroup
-from hf_paged.fused.gpu.parts import NormOf, Part, norm_of, passes_through
+from hf_paged.fused.gpu.parts import Part, passes_through
 from hf_paged.fused.gpu.trace import Call, Operation, Place, at, place_of, same_memory
+from hf_paged.fused.rows import ROTARY_KINDS, Angles, RotaryKind, are_alike, cos_and_sin, normalise
+from hf_paged.fused.rows import rotate as rotate_by_torch
 from hf_paged.integration.attention import HANDLE, LayerHandle, attention_forward
-from hf_paged.kernels.rows import ROTARY_KINDS, Angles, RotaryKind, are_alike, cos_and_sin, normalise
-from hf_paged.kernels.rows import rotate as rotate_by_torch
-from hf_paged.model.packed_cache import PackedCache
+from hf_paged.model.packed_step import PackedCache
 
 
 @dataclass(frozen=True, slots=True)

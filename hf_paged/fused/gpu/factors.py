@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_paged.fused.gpu.trace import Call, Operation
-from hf_paged.model.packed_cache import PackedCache
+from hf_paged.model.packed_step import PackedCache
 
 Numbers = tuple[float, float]
 """The factor's growth, and the number of positions after which it begins."""

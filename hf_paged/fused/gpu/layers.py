@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_paged.fused.gpu.parts import MLPPart, NormOf, Part, norm_of, passes_through
+from hf_paged.fused.gpu.norms import NormOf, norm_of
+from hf_paged.fused.gpu.parts import MLPPart, Part, passes_through
 from hf_paged.fused.gpu.trace import Call, Place, at, same_memory
-from hf_paged.kernels.rows import are_alike, normalise
+from hf_paged.fused.rows import are_alike, normalise
 from hf_paged.model.overrides import is_override
 
 

@@ -18,11 +18,12 @@ from hf_paged.features.watch.foreign import foreign_code
 from hf_paged.fused.gpu.attention import AttentionPart, attention_part, written
 from hf_paged.fused.gpu.experts_part import experts_part
 from hf_paged.fused.gpu.layers import LayerPart, layer_part
-from hf_paged.fused.gpu.parts import ChainPart, NormPart, Part, activation_part, chain_part, gated_part, norm_of
+from hf_paged.fused.gpu.norms import NormPart, norm_of
+from hf_paged.fused.gpu.parts import ChainPart, Part, activation_part, chain_part, gated_part
 from hf_paged.fused.gpu.rotary import names_of, rotary_functions
 from hf_paged.fused.gpu.router import router_part
 from hf_paged.fused.gpu.trace import Call, Trace
-from hf_paged.kernels.rows import are_close
+from hf_paged.fused.rows import are_close
 from hf_paged.locks import usable_after_fork
 from hf_paged.model.devices import device_of
 from hf_paged.model.overrides import Overrides, Patch

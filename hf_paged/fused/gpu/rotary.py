@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.fused.rows import ROTARY_KINDS, RotaryKind, are_alike
+from hf_paged.fused.rows import rotate as rotate_by_torch
 from hf_paged.integration.attention import in_packed_step
-from hf_paged.kernels.rows import ROTARY_KINDS, RotaryKind, are_alike
-from hf_paged.kernels.rows import rotate as rotate_by_torch
 from hf_paged.model.overrides import Overrides, Patch, mark, without_override
 from hf_paged.model.trial import random_numbers
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from hf_paged.fused.gpu.parts import Part
 from hf_paged.fused.gpu.trace import Call, Place, at, place_of
-from hf_paged.kernels.router import MAX_EXPERTS, Router, RouterKind, route
-from hf_paged.kernels.rows import DTYPES, are_alike, are_close
+from hf_paged.fused.router import MAX_EXPERTS, Router, RouterKind, route
+from hf_paged.fused.rows import DTYPES, are_alike, are_close
 from hf_paged.model.trial import random_numbers
 
 

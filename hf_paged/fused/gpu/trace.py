@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from hf_paged.integration.attention import packed_cache
 from hf_paged.kernels import ops
 from hf_paged.model.overrides import Overrides, Patch, mark
-from hf_paged.model.packed_cache import PackedCache
+from hf_paged.model.packed_step import PackedCache
 
 ALLOCATIONS = frozenset(
     {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view"}

@@ -4,6 +4,7 @@ PEFT adapters are in use."""
 from __future__ import annotations
 
 import math
+import pkgutil
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
@@ -24,7 +25,6 @@ from hf_paged.generation.options import option
 from hf_paged.generation.prepare import PreparedRequest, Preparer
 from hf_paged.generation.prompts import as_prompt, token_ids
 from hf_paged.generation.request_options import RequestOptions
-from hf_paged.generation.requests.beam_request import BeamRequest
 from hf_paged.generation.requests.group import GroupRequest
 from hf_paged.generation.requests.request import Request, SingleRequest
 from hf_paged.generation.requests.sequence import FinishReason, SequenceGroup
@@ -37,7 +37,7 @@ from hf_paged.generation.validation import (
 )
 from hf_paged.model.devices import device_of
 from hf_paged.model.heads import HeadModel
-from hf_paged.registry import Choice, Variants
+from hf_paged.registry import BEAMS, Choice, Variants
 from hf_paged.sockets import Attachment, Inputs, SideMemory, Task
 from hf_paged.tasks import task_of
 
@@ -171,13 +171,12 @@ class Admission:
             beside=beside,
         )
         generator = _seeded_generator(self._model, options.generation_config)
-        kind: type[Request] = GroupRequest if prepared.num_rows > 1 else SingleRequest
-        request = (BeamRequest if prepared.uses_beams else kind)(group, prepared, generator)
+        request = _kind_of(prepared)(group, prepared, generator)
         request.options = options
         if task is not None:
             self._begin(task, request)
         # Beams are chosen anew at each token, so they decode without drafts.
-        if not isinstance(request, BeamRequest) and (task is None or task.generates):
+        if not prepared.uses_beams and (task is None or task.generates):
             self._add_drafts(request, options.generation_config)
         if options.deadline is not None:
             request.time_limits.append((options.deadline, FinishReason.DEADLINE))
@@ -218,6 +217,13 @@ class Admission:
     def cache_root(self, choice: Choice, cache_salt: str | None) -> bytes:
         """The root digest of the prefixes that a request may share: those of its adapters, stored as its K/V is."""
         return root_digest(f"{type(self._model).__name__} {self._storage}", choice.key, cache_salt)
+
+
+def _kind_of(prepared: PreparedRequest) -> type[Request]:
+    if prepared.uses_beams:
+        kind: type[Request] = pkgutil.resolve_name(BEAMS)
+        return kind
+    return GroupRequest if prepared.num_rows > 1 else SingleRequest
 
 
 def _no_tokens() -> GenerationConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,7 +25,6 @@ from hf_paged.generation.engine.runner import Runner
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.snapshots import Watch
 from hf_paged.generation.engine.stepper import Stepper
-from hf_paged.generation.engine.weight_methods import WeightVersions
 from hf_paged.generation.requests.request import Request
 from hf_paged.generation.requests.sequence import FinishReason, SeqStatus
 from hf_paged.locks import refuse_after_fork
@@ -36,6 +36,28 @@ HaltMode = Literal["abort", "wait", "keep"]
 
 # `_door` is released before further arrivals are admitted, so that threads that add or abort wait only briefly.
 _ARRIVALS_AT_ONCE = 64
+
+
+class WeightVersions:
+    """The numbers that the weights have had, with the times from which they had them. The first one is 0."""
+
+    def __init__(self) -> None:
+        self._since = [float("-inf")]
+        self._numbers = [0]
+
+    @property
+    def latest(self) -> int:
+        return self._numbers[-1]
+
+    def add(self, number: int) -> None:
+        self._since.append(time.monotonic())
+        self._numbers.append(number)
+
+    def since(self, began: float | None) -> tuple[int, int] | None:
+        """The numbers at that time and now; None for a time that has not come."""
+        if began is None:
+            return None
+        return self._numbers[bisect_right(self._since, began) - 1], self.latest
 
 
 class Arrivals:

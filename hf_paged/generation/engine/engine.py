@@ -12,13 +12,12 @@ from typing import Any, Never, Unpack
 
 from hf_paged.annotations import Model, Tokenizer
 from hf_paged.config import CacheConfig, SchedulerConfig, Switches, as_config, refuse_fields
-from hf_paged.features.parts import TaskMethods
+from hf_paged.features.parts import TaskMethods, WeightMethods
 from hf_paged.generation.engine.binding import Prompt
 from hf_paged.generation.engine.call_methods import CallMethods
 from hf_paged.generation.engine.pause_methods import PauseMethods
 from hf_paged.generation.engine.prefix_methods import PrefixMethods
 from hf_paged.generation.engine.stats import EngineStats, collect_stats
-from hf_paged.generation.engine.weight_methods import WeightMethods
 from hf_paged.generation.request_options import OptionArguments, options_of
 from hf_paged.generation.validation import check_engine
 from hf_paged.locks import RefusingLock

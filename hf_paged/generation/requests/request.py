@@ -1,6 +1,6 @@
 """Requests in the engine: what all have in common, and the plain kind, SingleRequest, of one sequence.
 
-group.py and beam_request.py have the kinds with several sequences. A request turns the logits of its live sequences
+group.py and `features/beams/` have the kinds with several sequences. A request turns the logits of its live sequences
 into their next tokens and returns that decision as data. Block tables, queues and forwards belong to the engine.
 """
 

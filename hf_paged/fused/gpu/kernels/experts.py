@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.fused.experts import SCALED_SILU, Assignment, Gate, Projection
 from hf_paged.fused.gpu.kernels.gate import activate, sigmoid
 from hf_paged.kernels import buffers
-from hf_paged.kernels.experts import SCALED_SILU, Assignment, Gate, Projection
 from hf_paged.kernels.triton.launch import INTERPRET, UNFUSED, Launch, RowLaunches, Target, next_power_of_2, target_of
 from hf_paged.kernels.triton.tuning import has_little_memory, has_wide_products
 

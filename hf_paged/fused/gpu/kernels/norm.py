@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_paged.fused.rows import Norm, NormKind
 from hf_paged.kernels import buffers
-from hf_paged.kernels.rows import Norm, NormKind
 from hf_paged.kernels.triton.launch import UNFUSED, Launch, RowLaunches, next_power_of_2
 
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from hf_paged.fused.gpu.kernels.norm import scaled
+from hf_paged.fused.rows import Angles, Norm, NormKind, RotaryKind
 from hf_paged.kernels import buffers
-from hf_paged.kernels.rows import Angles, Norm, NormKind, RotaryKind
 from hf_paged.kernels.triton.launch import UNFUSED, Launch, RowLaunches, next_power_of_2
 
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from hf_paged.fused.gpu.kernels.gate import sigmoid
+from hf_paged.fused.router import Router
 from hf_paged.kernels import buffers
-from hf_paged.kernels.router import Router
 from hf_paged.kernels.triton.launch import Launch, RowLaunches, next_power_of_2
 
 

@@ -1,7 +1,7 @@
 """Choice of each token's experts and their weights, defined with torch's operations.
 
-The kernel in `triton/routing.py` computes the same in one launch. Routers are recognised by comparing them with this
-definition.
+The kernel in `gpu/kernels/router.py` computes the same in one launch. Routers are recognised by comparing them with
+this definition.
 """
 
 from __future__ import annotations

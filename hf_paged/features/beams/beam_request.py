@@ -7,11 +7,11 @@ from math import inf, isnan
 import numpy as np
 import torch
 
+from hf_paged.features.beams.beams import BeamSearch, Candidate
 from hf_paged.generation.prepare import PreparedRequest
 from hf_paged.generation.requests.outputs import CompletionOutput, Lists
 from hf_paged.generation.requests.request import NOT_FINITE, NOTHING_LEFT, Delivered, ForkingRequest, Reorder
 from hf_paged.generation.requests.sequence import FinishReason, Sequence, SequenceGroup
-from hf_paged.generation.sampling.beams import BeamSearch, Candidate
 from hf_paged.generation.sampling.processors import process_together
 from hf_paged.integration.names import SORTS_DRAWS
 from hf_paged.kernels.metadata import to_device

@@ -1,10 +1,8 @@
-"""WeightMethods: the methods of an engine that give its model new weights, and the numbers of these."""
+"""WeightMethods: the methods of an engine that give its model new weights."""
 
 from __future__ import annotations
 
 import os
-import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -12,29 +10,8 @@ from typing import IO, Any
 import torch
 
 from hf_paged.annotations import Model
-from hf_paged.model.new_weights import NewWeights, files_of, open_files
-
-
-class WeightVersions:
-    """The numbers that the weights have had, with the times from which they had them. The first one is 0."""
-
-    def __init__(self) -> None:
-        self._since = [float("-inf")]
-        self._numbers = [0]
-
-    @property
-    def latest(self) -> int:
-        return self._numbers[-1]
-
-    def add(self, number: int) -> None:
-        self._since.append(time.monotonic())
-        self._numbers.append(number)
-
-    def since(self, began: float | None) -> tuple[int, int] | None:
-        """The numbers at that time and now; None for a time that has not come."""
-        if began is None:
-            return None
-        return self._numbers[bisect_right(self._since, began) - 1], self.latest
+from hf_paged.features.new_weights.new_weights import NewWeights, files_of, open_files
+from hf_paged.generation.engine.arrivals import WeightVersions
 
 
 class WeightMethods:

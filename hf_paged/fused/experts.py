@@ -1,8 +1,8 @@
 """Experts, defined with torch's operations: each token goes through the gated MLPs of a few experts, chosen for it.
 
 A pair is one token with one of its experts: pair t * top_k + j is token t with its expert j. The kernels in
-`triton/experts.py` compute the same in one launch for each function. Models are recognised by comparing their experts
-with these definitions.
+`gpu/kernels/experts.py` compute the same in one launch for each function. Models are recognised by comparing their
+experts with these definitions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels.rows import ACTIVATIONS
+from hf_paged.fused.rows import ACTIVATIONS
 
 SCALED_SILU = "scaled_silu"
 """The activation x * sigmoid(alpha * x)."""

@@ -1,7 +1,7 @@
 """Operations between the matrix products and the attention of a decoder layer, defined with torch's: norms, rotary
 positions, activations of gates.
 
-The kernels of `fused/gpu/kernels/` compute the same in one launch each. Models are
+The kernels of `gpu/kernels/` compute the same in one launch each. Models are
 recognised by comparing their parts with these definitions.
 """
 
