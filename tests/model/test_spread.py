@@ -90,11 +90,7 @@ def test_all_of_a_layer_is_on_its_device() -> None:
     """K/V, block tables and slots; and these are sent to the second device once a step, not for each layer."""
     steps, seen, sent = [], [], []
     with spread_model("gemma2") as (model, plain):  # its layers take turns between a window and none: two groups
-        begin, update, send = (
-            PackedCache.begin_step,
-            PackedCache.update,
-            packed_step.metadata_on,
-        )
+        begin, update, send = (PackedCache.begin_step, PackedCache.update, packed_step.metadata_on)
 
         def updated(cache: PackedCache, key: torch.Tensor, value: torch.Tensor, index: int, **kwargs: Any) -> Any:
             result = update(cache, key, value, index, **kwargs)

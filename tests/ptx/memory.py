@@ -45,10 +45,7 @@ class GlobalMemory:
     epoch = 0
 
     def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        blank: Sequence[torch.Tensor] = (),
-        poisoned: Sequence[torch.Tensor] = (),
+        self, tensors: Sequence[torch.Tensor], blank: Sequence[torch.Tensor] = (), poisoned: Sequence[torch.Tensor] = ()
     ) -> None:
         """blank: those of the tensors that nobody has written. poisoned: those whose NaN elements are not to be read,
         because nobody owns them."""
