@@ -113,13 +113,13 @@ class _Weight:
     def pieces(self) -> Iterator[tuple[int, torch.Tensor, Heads]]:
         """As `Stored` has them."""
         form, middle = self.form(), 2 ** (self._bits - 1)
-        assert form is not None
+        has_table = form is not None and bool(form.table)
         # A longer group is several of the kernels' ones.
         scale, zero = (each.repeat_interleave(self._group // self._size, 1) for each in (self._scale, self._zeros()))
         for first in range(0, self.shape[0], _TOGETHER):
             some = slice(first, first + _TOGETHER)
             codes = (self._data[some].short() + middle).to(torch.uint8)
-            heads = Heads(scale[some]) if form.table else Heads(scale[some].half(), zero[some].half() + middle)
+            heads = Heads(scale[some]) if has_table else Heads(scale[some].half(), zero[some].half() + middle)
             yield first, codes, heads
 
     def values(self) -> torch.Tensor:
