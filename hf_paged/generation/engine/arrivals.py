@@ -33,6 +33,8 @@ from hf_paged.registry import Drafting
 HaltMode = Literal["abort", "wait", "keep"]
 """A halt's treatment of requests in flight: abort them, let them end, or keep all for later."""
 
+SLEEP = "sleep"
+"""The engine's sleep among its pauses."""
 
 # `_door` is released before further arrivals are admitted, so that threads that add or abort wait only briefly.
 _ARRIVALS_AT_ONCE = 64
@@ -82,7 +84,7 @@ class Arrivals:
         self._lock: Any = threading.RLock()
         self._door: Any = threading.RLock()
         self._work = threading.Condition(self._door)  # there is something to do for `run`
-        self._pauses: list[threading.Thread] = []  # the threads that have paused the engine, one entry for each pause
+        self._pauses: dict[object, threading.Thread] = {}  # each pause, or `SLEEP`, and the thread that has begun it
         self._pause_ended = threading.Condition(self._lock)
         self._is_stepping = False
         self._code_followed = -1

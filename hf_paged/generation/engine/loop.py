@@ -131,7 +131,7 @@ class EngineLoop(Arrivals):
     @property
     def is_paused_here(self) -> bool:
         """True if this thread is inside `pause`, and so must not wait for a step."""
-        return threading.current_thread() in self._pauses
+        return threading.current_thread() in list(self._pauses.values())
 
     # -- a thread that gives itself to the steps ------------------------------------------------------------------
 
