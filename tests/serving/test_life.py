@@ -113,6 +113,10 @@ def test_a_pause_whose_caller_has_gone(server: Running) -> None:
 def test_a_pause_in_place_of_one_that_waits(server: Running) -> None:
     gate = Gate(server.engine, 0)
     stream = server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=5, stream=True)
+    ended = server.beside(server.http.post, "/pause", params={"mode": "wait"})
+    until(lambda: server.engine.is_halted)
+    server.http.post("/resume")
+    assert ended.result(120).json()["error"]["code"] == "resumed"
     first = server.on_loop(server.service.worker.pause("wait"))
     second = server.on_loop(server.service.worker.pause("keep"))
     until(lambda: server.engine.is_halted and server.engine._halt_mode == "keep")

@@ -96,7 +96,7 @@ class Arrivals:
         self._timed: list[tuple[float, int, Request, FinishReason]] = []  # a heap of the times at which requests end
         self._numbers = count()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._halt: Future[None] | None = None  # done when it has begun
+        self._halt: Future[bool] | None = None  # done when it has begun
         self._halt_mode: HaltMode = "keep"
         self._end_of_run: Literal["now", "when idle"] | BaseException | None = None
         self._closed = False
