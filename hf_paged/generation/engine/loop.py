@@ -101,13 +101,13 @@ class EngineLoop(Arrivals):
     def _step(self) -> None:
         """Run a step and deliver what has changed. Needs `_lock`."""
         self._check_not_stepping()
-        while self._pauses:
+        while self._pauses and not self._closed:
             if self.is_paused_here:
                 raise RuntimeError(
                     "this thread has paused the engine: leave `with engine.pause()` first, or call wake()"
                 )
             self._pause_ended.wait()
-        # Again: while it waited for the pause, others had the lock, and may have closed the engine.
+        # Again: while it waited for the pause, others had the lock.
         self._check_open()
         self._check_not_stepping()
         try:
@@ -349,6 +349,7 @@ class EngineLoop(Arrivals):
                 if self._halt is not None:
                     _refuse(self._halt)
                 self._work.notify_all()
+                self._pause_ended.notify_all()
         self._end_streams()
 
 
