@@ -15,7 +15,7 @@ from hf_paged.generation.engine.arrivals import WeightVersions
 
 
 class WeightMethods:
-    """A part of `Engine`: new weights, all at once. The other part has `pause`."""
+    """A part of `Engine`: new weights, all at once. It uses `pause`, which `PauseMethods` has."""
 
     _model: Model
     _versions: WeightVersions

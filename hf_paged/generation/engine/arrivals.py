@@ -91,7 +91,7 @@ class Arrivals:
         self._deferred: deque[Callable[[], None]] = deque()
         self._reserved: set[Request] = set()  # have an id and a place; their streamers are getting the prompt
         self._arriving: dict[Request, None] = {}  # not in the scheduler yet
-        self._held: dict[Request, None] = {}  # came while a halt lets others end; also those of them in `_reserved`
+        self._held: dict[Request, None] = {}  # came while a halt lets others end; may be in `_reserved` too
         self._streams_to_end: deque[Request] = deque()  # finished; `end` of their streamers is due
         self._timed: list[tuple[float, int, Request, FinishReason]] = []  # a heap of the times at which requests end
         self._numbers = count()
@@ -148,7 +148,7 @@ class Arrivals:
             self._arriving[request] = None
 
     def _release(self) -> None:
-        """Let the requests arrive that a halt has held back; one whose streamer is getting the prompt comes after it.
+        """Let what a halt has held back arrive. A request whose streamer is getting the prompt arrives after that.
         Needs `_door`."""
         self._arriving.update((request, None) for request in self._held if request not in self._reserved)
         self._held.clear()
