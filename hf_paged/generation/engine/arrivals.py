@@ -133,9 +133,10 @@ class Arrivals:
                 self._prompt_tokens += request.prompt_length
             self._work.notify_all()
         # Outside of `_door`, because both run the streamers of callers.
-        self._end_streams()
         if self._reserved:
             self._begin_streams(requests)
+        else:
+            self._end_streams()
 
     def _is_late(self, request: Request) -> bool:
         """Return whether a halt that lets others end holds a new request back. Needs `_door`."""
@@ -173,6 +174,7 @@ class Arrivals:
         """Give the prompts to the streamers, which are the caller's code, and then queue the requests."""
         reserved = [request for request in requests if request in self._reserved]
         try:
+            self._end_streams()
             for request in reserved:
                 request.begin_stream()
         except BaseException:
