@@ -124,9 +124,11 @@ def test_a_pause_in_place_of_one_that_waits(server: Running) -> None:
     first.result(120), second.result(120)
     answer = server.http.get("/ready")
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "paused"
+    server.service._is_suspect = True  # tried after the pause
     assert server.http.get("/health").status_code == 200
     server.http.post("/resume")
-    assert list(stream) and server.http.get("/ready").status_code == 200
+    assert list(stream) and server.http.get("/ready").status_code == server.http.get("/health").status_code == 200
+    assert not server.service._is_suspect
 
 
 def test_routes_that_change_the_server_are_off_by_default() -> None:
