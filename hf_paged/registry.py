@@ -27,8 +27,8 @@ BEAMS = "hf_paged.features.beams.beam_request:BeamRequest"
 """The place of the class of requests that search with beams."""
 
 EDITORS = "hf_paged.features.editors.of_transformers:EDITORS"
-"""The place of a table: for a type of processors of transformers, a function of one and of the number of scores that
-makes its editor, or None."""
+"""The place of a table: by the type of a processor of transformers, a function that makes its editor. It gets the
+processor and the number of scores, and may return None."""
 
 WITHOUT_VARIANTS = ("hf_paged.features.adapters.adapters:without_adapters",)
 """Contexts, made of a model, in which it is tried as it is without what requests choose."""

@@ -19,6 +19,7 @@ _ERRORS = {
     403: "The route changes the server, and the key is not the admin key; or the header Host has an unknown name.",
     404: "The model or adapter is not served.",
     408: "The body has not arrived in time.",
+    409: "The server was resumed before its pause began.",
     413: "The body is too large.",
     415: "The body is of another type: JSON is needed, or a form with a file.",
     422: "A field is unknown, or its value is out of range.",

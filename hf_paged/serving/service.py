@@ -176,7 +176,7 @@ class Service:
 
     async def check_works(self) -> None:
         """Raise Problem (503) if a request has failed, and then a trial of the model without adapters fails too."""
-        if not self._is_suspect:
+        if not self._is_suspect or self.worker.is_paused:  # in a pause, a trial waits for its end
             return
         async with self._trying:
             # Cleared before the trial, because a request that fails meanwhile has to set it again.

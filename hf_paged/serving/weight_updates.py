@@ -39,7 +39,10 @@ class WeightUpdates:
         self._check_open()
         self._is_paused = True
         with refusals():
-            await self._worker.pause(mode)
+            has_begun = await self._worker.pause(mode, ends_kept=True)
+        if not has_begun:
+            self._check_open()
+            raise Problem(409, "the server was resumed before this pause began; pause it again", code="resumed")
 
     def resume(self) -> None:
         self._is_paused = False

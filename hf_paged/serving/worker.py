@@ -194,12 +194,16 @@ class EngineWorker:
         """True from the beginning of `pause` to `resume`."""
         return self._engine.is_halted
 
-    async def pause(self, mode: HaltMode) -> None:
-        """Run no further step. Requests in flight are aborted, or awaited ("wait"), or kept for `resume` ("keep")."""
+    async def pause(self, mode: HaltMode, *, ends_kept: bool = False) -> bool:
+        """Run no further step. Requests in flight are aborted, or awaited ("wait"), or kept for `resume` ("keep").
+
+        ends_kept: "wait" awaits those, too, that a pause has kept. Returns False if `resume` comes before it begins.
+        """
         self._check_open()
-        await self._result(self._engine.halt(mode))
+        has_begun = await self._result(self._engine.halt(mode, ends_kept=ends_kept))
         # Before the caller hears of the pause: a delivery that is planned for later has the last outputs.
         self._deliver()
+        return has_begun
 
     def resume(self) -> None:
         self._check_open()

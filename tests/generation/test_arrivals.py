@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -154,6 +155,16 @@ class Noted:
 
     def end(self) -> None:
         self.got.append("end")
+
+
+def test_a_request_does_not_wait_for_a_streamer_that_another_has_interrupted() -> None:
+    (prompt,) = models.prompts(5)
+    with opened() as engine:
+        ending, new = mock.Mock(end=mock.Mock(side_effect=KeyboardInterrupt)), mock.Mock()
+        engine.stream([prompt], config(), streamer=[ending]).abandon()
+        with pytest.raises(KeyboardInterrupt):
+            engine.add_request(prompt, config(), streamer=new)
+        assert not finished(engine) and not new.put.called
 
 
 def test_a_streamer_may_call_the_engine_as_it_ends() -> None:

@@ -74,7 +74,7 @@ def test_a_halt(mode: HaltMode) -> None:
         made.add("late", second)
         assert not begun.done() and engine.is_halted
         gate.open()
-        begun.result(120)
+        assert begun.result(120)
         assert (made.reason("first") if made.finished else None) == {"keep": None, "wait": "length", "abort": "abort"}[
             mode
         ]
@@ -102,6 +102,19 @@ def test_abort_in_place_of_a_halt_that_waits() -> None:
         made.engine.go_on()
         made.end()
     assert made.finished["late"].outputs[0].token_ids == plain(second)
+
+
+def test_a_halt_that_lets_end_what_another_has_kept() -> None:
+    with running() as made:
+        gate, ended = made.add_held("it", *models.prompts(5)), made.engine.halt("wait")
+        made.engine.go_on()
+        kept = made.engine.halt("keep")
+        gate.open()
+        assert not ended.result(120) and kept.result(120)
+        assert made.engine.halt("wait") is kept and not made.finished
+        assert made.engine.halt("wait", ends_kept=True).result(120) and made.reason("it") == "length"
+        made.engine.go_on()
+        made.end()
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -36,7 +36,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "integer", "multipleOf": -1}, "multipleOf"),
     ({"type": "integer", "minimum": 2**53 + 1}, "minimum"),
     ({"type": "integer", "exclusiveMinimum": True}, "exclusiveMinimum"),
-    ({"enum": [1, 2**60]}, "enum"),
+    ({"enum": [1, 10**400]}, "enum"),
     ({"type": "string", "minLength": -1}, "minLength"),
     ({"$ref": "http://example.org/x"}, "example.org"),
     ({"$ref": "#x"}, "#x"),

@@ -133,18 +133,29 @@ def test_the_thread_that_let_it_sleep_may_have_ended() -> None:
 
 
 def test_an_interrupted_wake_is_made_good_by_the_next() -> None:
-    class Interrupting(list[Any]):
-        def remove(self, value: Any) -> None:
-            super().remove(value)
+    """And an interrupted pause is none."""
+
+    class Interrupting(dict[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            super().__setitem__(key, value)
+            raise KeyboardInterrupt
+
+        def __delitem__(self, key: Any) -> None:
+            super().__delitem__(key)
             raise KeyboardInterrupt
 
     with Engine(models.shared("llama"), CacheConfig(num_blocks=64)) as engine:
         expected = engine.generate(PROMPTS, CONFIG, progress=False)
+        engine._pauses = Interrupting()
+        with pytest.raises(KeyboardInterrupt), engine.pause():
+            raise AssertionError
+        assert not engine._pauses
+        engine._pauses = {}
         engine.sleep()
         engine._pauses = Interrupting(engine._pauses)
         with pytest.raises(KeyboardInterrupt):
             engine.wake()
-        engine._pauses = list(engine._pauses)
+        engine._pauses = {**engine._pauses}
         engine.wake()
         engine.sleep()
         assert engine.stats().kv_bytes_reserved == 0

@@ -451,10 +451,11 @@ def test_closing_an_engine_that_is_paused_elsewhere() -> None:
             errors.append(str(error))
 
     reader = threading.Thread(target=read)
+    engine.sleep()
+    reader.start()
+    while not engine._requests:
+        pass
     with engine.pause():
-        reader.start()
-        while not engine._requests:
-            pass
         engine.close()
     reader.join(60)
     assert len(errors) == 1 and "closed" in errors[0]

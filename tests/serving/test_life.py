@@ -113,6 +113,10 @@ def test_a_pause_whose_caller_has_gone(server: Running) -> None:
 def test_a_pause_in_place_of_one_that_waits(server: Running) -> None:
     gate = Gate(server.engine, 0)
     stream = server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=5, stream=True)
+    ended = server.beside(server.http.post, "/pause", params={"mode": "wait"})
+    until(lambda: server.engine.is_halted)
+    server.http.post("/resume")
+    assert ended.result(120).json()["error"]["code"] == "resumed"
     first = server.on_loop(server.service.worker.pause("wait"))
     second = server.on_loop(server.service.worker.pause("keep"))
     until(lambda: server.engine.is_halted and server.engine._halt_mode == "keep")
@@ -120,9 +124,11 @@ def test_a_pause_in_place_of_one_that_waits(server: Running) -> None:
     first.result(120), second.result(120)
     answer = server.http.get("/ready")
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "paused"
+    server.service._is_suspect = True  # tried after the pause
     assert server.http.get("/health").status_code == 200
     server.http.post("/resume")
-    assert list(stream) and server.http.get("/ready").status_code == 200
+    assert list(stream) and server.http.get("/ready").status_code == server.http.get("/health").status_code == 200
+    assert not server.service._is_suspect
 
 
 def test_routes_that_change_the_server_are_off_by_default() -> None:

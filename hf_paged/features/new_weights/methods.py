@@ -15,7 +15,7 @@ from hf_paged.generation.engine.arrivals import WeightVersions
 
 
 class WeightMethods:
-    """A part of `Engine`: new weights, all at once. The other part has `pause`."""
+    """A part of `Engine`: new weights, all at once. It uses `pause`, which `PauseMethods` has."""
 
     _model: Model
     _versions: WeightVersions
@@ -48,8 +48,8 @@ class WeightMethods:
 
         Names, shapes, dtypes and numbers are checked before the first one is written. No step computes with a part of
         them, and no later request uses a cached prefix of the former weights. Running requests continue with the new
-        ones: the tokens that they have are kept. To end them first, see `halt`. Files are read into memory, which
-        takes their size until the end of the call.
+        ones: the tokens that they have are kept. To end them first, run steps until none is unfinished. Files are
+        read into memory, which takes their size until the end of the call.
 
         Args:
             weights: Tensors on any device, by the names of `model.state_dict()`; one name suffices for tied weights.

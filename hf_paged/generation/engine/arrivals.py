@@ -33,6 +33,8 @@ from hf_paged.registry import Drafting
 HaltMode = Literal["abort", "wait", "keep"]
 """A halt's treatment of requests in flight: abort them, let them end, or keep all for later."""
 
+SLEEP = "sleep"
+"""The engine's sleep among its pauses."""
 
 # `_door` is released before further arrivals are admitted, so that threads that add or abort wait only briefly.
 _ARRIVALS_AT_ONCE = 64
@@ -82,19 +84,19 @@ class Arrivals:
         self._lock: Any = threading.RLock()
         self._door: Any = threading.RLock()
         self._work = threading.Condition(self._door)  # there is something to do for `run`
-        self._pauses: list[threading.Thread] = []  # the threads that have paused the engine, one entry for each pause
+        self._pauses: dict[object, threading.Thread] = {}  # each pause, or `SLEEP`, and the thread that has begun it
         self._pause_ended = threading.Condition(self._lock)
         self._is_stepping = False
         self._code_followed = -1
         self._deferred: deque[Callable[[], None]] = deque()
         self._reserved: set[Request] = set()  # have an id and a place; their streamers are getting the prompt
         self._arriving: dict[Request, None] = {}  # not in the scheduler yet
-        self._held: dict[Request, None] = {}  # came while a halt lets others end; also those of them in `_reserved`
+        self._held: dict[Request, None] = {}  # came while a halt lets others end; may be in `_reserved` too
         self._streams_to_end: deque[Request] = deque()  # finished; `end` of their streamers is due
         self._timed: list[tuple[float, int, Request, FinishReason]] = []  # a heap of the times at which requests end
         self._numbers = count()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._halt: Future[None] | None = None  # done when it has begun
+        self._halt: Future[bool] | None = None  # done when it has begun
         self._halt_mode: HaltMode = "keep"
         self._end_of_run: Literal["now", "when idle"] | BaseException | None = None
         self._closed = False
@@ -131,9 +133,10 @@ class Arrivals:
                 self._prompt_tokens += request.prompt_length
             self._work.notify_all()
         # Outside of `_door`, because both run the streamers of callers.
-        self._end_streams()
         if self._reserved:
             self._begin_streams(requests)
+        else:
+            self._end_streams()
 
     def _is_late(self, request: Request) -> bool:
         """Return whether a halt that lets others end holds a new request back. Needs `_door`."""
@@ -146,7 +149,7 @@ class Arrivals:
             self._arriving[request] = None
 
     def _release(self) -> None:
-        """Let the requests arrive that a halt has held back; one whose streamer is getting the prompt comes after it.
+        """Let what a halt has held back arrive. A request whose streamer is getting the prompt arrives after that.
         Needs `_door`."""
         self._arriving.update((request, None) for request in self._held if request not in self._reserved)
         self._held.clear()
@@ -171,6 +174,7 @@ class Arrivals:
         """Give the prompts to the streamers, which are the caller's code, and then queue the requests."""
         reserved = [request for request in requests if request in self._reserved]
         try:
+            self._end_streams()
             for request in reserved:
                 request.begin_stream()
         except BaseException:

@@ -29,6 +29,7 @@ from hf_paged.features.parts import (
     warm_up,
 )
 from hf_paged.generation.engine.admission import Admission
+from hf_paged.generation.engine.arrivals import SLEEP
 from hf_paged.generation.engine.loop import EngineLoop
 from hf_paged.generation.engine.scheduler import Scheduler
 from hf_paged.generation.engine.sizing import OpenedMemory, open_memory
@@ -90,7 +91,6 @@ class BoundEngine(EngineLoop):
             self._asked, self._switches = asked, switches
             self._way = runner.way  # in which the requests' K/V and the cached prefixes were computed
             self._is_released = False
-            self._sleeper: threading.Thread | None = None  # the one that has put the engine to sleep, until `wake`
             self._opened: OpenedMemory | None = opened  # None: the model has changed, and cannot be paged
             self._assistant, self._tokenizers, self.tokenizer = assistant, tokenizers, tokenizers["tokenizer"]
             drafter = self._make_drafter(opened, self.scheduler_config)
@@ -131,8 +131,7 @@ class BoundEngine(EngineLoop):
         self._runner.pause()
         # The pool may only go when no request holds blocks of it.
         self._scheduler.recompute_all()
-        self._sleeper = threading.current_thread()
-        self._pauses.append(self._sleeper)
+        self._pauses[SLEEP] = threading.current_thread()
         self._let_memory_go()
         opened, self._opened = self._opened, None
         if opened is not None:
@@ -147,9 +146,7 @@ class BoundEngine(EngineLoop):
         self._opened = self._bind_anew(_report_of(self._model))
         self._code_followed = -1
         # Last: if the memory does not suffice, the engine sleeps on.
-        sleeper, self._sleeper = self._sleeper, None
-        if sleeper in self._pauses:
-            self._pauses.remove(sleeper)
+        del self._pauses[SLEEP]
 
     def _drop_stale_prefixes(self, *, contents: bool = False) -> None:
         """Drop cached prefixes that other weights have computed."""

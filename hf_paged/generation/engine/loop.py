@@ -101,13 +101,13 @@ class EngineLoop(Arrivals):
     def _step(self) -> None:
         """Run a step and deliver what has changed. Needs `_lock`."""
         self._check_not_stepping()
-        while self._pauses:
+        while self._pauses and not self._closed:
             if self.is_paused_here:
                 raise RuntimeError(
                     "this thread has paused the engine: leave `with engine.pause()` first, or call wake()"
                 )
             self._pause_ended.wait()
-        # Again: while it waited for the pause, others had the lock, and may have closed the engine.
+        # Again: while it waited for the pause, others had the lock.
         self._check_open()
         self._check_not_stepping()
         try:
@@ -131,7 +131,7 @@ class EngineLoop(Arrivals):
     @property
     def is_paused_here(self) -> bool:
         """True if this thread is inside `pause`, and so must not wait for a step."""
-        return threading.current_thread() in self._pauses
+        return threading.current_thread() in list(self._pauses.values())
 
     # -- a thread that gives itself to the steps ------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class EngineLoop(Arrivals):
                 # After the step, which may have ended the last request that the halt waits for.
                 with self._door:
                     if self._halt_is_due:
-                        self._end_waiting(self._halt)
+                        self._end_waiting(self._halt, has_begun=True)
         finally:
             self._end_of_run = None
 
@@ -206,19 +206,22 @@ class EngineLoop(Arrivals):
             self._work.notify_all()
             return future
 
-    def halt(self, mode: HaltMode) -> Future[None]:
-        """Let `run` run no further step until `go_on`. Returns a future that is done when the halt has begun.
+    def halt(self, mode: HaltMode, *, ends_kept: bool = False) -> Future[bool]:
+        """Let `run` run no further step until `go_on`. Returns a future that is True when the halt has begun, and False
+        if `go_on` comes before.
 
         Requests that come meanwhile wait. Those in flight are aborted, end before ("wait"), or are kept for later. A
-        halt takes the place of the one before; who waits for that waits for this one.
+        halt takes the place of the one before; who waits for that waits for this one. ends_kept: "wait" lets requests
+        end that a halt has kept; without it, a halt that has begun suffices.
         """
         with self._door:
             self._check_open()
-            if self._halt is None or (mode == "abort" and self._halt.done()):
+            is_anew = mode == "abort" or (ends_kept and mode == "wait" and self._halt_mode == "keep")
+            if self._halt is None or (self._halt.done() and is_anew):
                 self._halt = Future()
                 self._halt.set_running_or_notify_cancel()  # who waits for it cannot cancel it for others
                 self._halt_mode = mode
-            elif self._halt.done() or self._halt_mode != "abort" or mode != "keep":
+            elif not self._halt.done() and (self._halt_mode != "abort" or mode != "keep"):
                 self._halt_mode = mode
             if mode == "abort":
                 # Another thread may end a request meanwhile.
@@ -231,7 +234,7 @@ class EngineLoop(Arrivals):
         """End the halt."""
         with self._door:
             halt, self._halt = self._halt, None
-            self._end_waiting(halt)
+            self._end_waiting(halt, has_begun=False)
 
     @property
     def is_halted(self) -> bool:
@@ -246,11 +249,11 @@ class EngineLoop(Arrivals):
         others = len(self._requests) > len(self._held) or self._stepper.changed or self._delivery
         return self._halt_mode == "keep" or not others
 
-    def _end_waiting(self, halt: Future[None] | None) -> None:
+    def _end_waiting(self, halt: Future[bool] | None, *, has_begun: bool) -> None:
         """The halt has begun, or ends before: what it has held back arrives. Needs `_door`."""
         self._release()
         if halt is not None and not halt.done():
-            halt.set_result(None)
+            halt.set_result(has_begun)
         self._work.notify_all()
 
     # -- between steps ------------------------------------------------------------------------------------------
@@ -346,6 +349,7 @@ class EngineLoop(Arrivals):
                 if self._halt is not None:
                     _refuse(self._halt)
                 self._work.notify_all()
+                self._pause_ended.notify_all()
         self._end_streams()
 
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from hf_paged.errors import RankError
+from hf_paged.generation.engine.arrivals import SLEEP
 from hf_paged.generation.engine.binding import BoundEngine
 
 
@@ -86,24 +87,29 @@ class PauseMethods(BoundEngine):
                 engine.step()
             ```
         """
-        with self._lock:
-            self._check_open()
-            self._between_steps(self._stepper.settle)
-            self._runner.pause()
-            # Last: if a rank does not hear of it, nothing is paused.
-            self._pauses.append(threading.current_thread())
+        pause = object()
         try:
+            with self._lock:
+                self._check_open()
+                self._between_steps(self._stepper.settle)
+                self._runner.pause()
+                # Last: if a rank does not hear of it, nothing is paused.
+                self._pauses[pause] = threading.current_thread()
             yield
         finally:
-            with self._lock:
-                try:
-                    if not self._closed:
-                        self._between_steps(partial(self._resume, recompute))
-                # Whatever the change of weights has raised, others must not wait for ever.
-                finally:
-                    self._pauses.remove(threading.current_thread())
-                    self._pause_ended.notify_all()
-                    self._wake()
+            if pause in self._pauses:
+                self._end_pause(pause, recompute)
+
+    def _end_pause(self, pause: object, recompute: bool) -> None:
+        with self._lock:
+            try:
+                if not self._closed:
+                    self._between_steps(partial(self._resume, recompute))
+            # Whatever the change of weights has raised, others must not wait for ever.
+            finally:
+                del self._pauses[pause]
+                self._pause_ended.notify_all()
+                self._wake()
 
     def sleep(self) -> None:
         """Give the memory for K/V back, and that of packed weights and CUDA graphs, until `wake`.
@@ -126,7 +132,7 @@ class PauseMethods(BoundEngine):
         """
         with self._lock:
             self._check_open()
-            if self._sleeper is not None:
+            if SLEEP in self._pauses:
                 return
             # Refused before anything changes.
             self._refuse_ranks("sleep: each rank would have to give its memory back; close the engine instead")
@@ -149,7 +155,8 @@ class PauseMethods(BoundEngine):
         """
         with self._lock:
             self._check_open()
-            if self._sleeper is not None:
+            if SLEEP in self._pauses:
                 self._between_steps(self._awake)
-                self._pause_ended.notify_all()
-                self._wake()
+            # Also if Ctrl-C has ended an earlier call before this.
+            self._pause_ended.notify_all()
+            self._wake()

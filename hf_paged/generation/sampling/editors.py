@@ -1,4 +1,4 @@
-"""Editors: what processors change in the scores of one sequence, worked out on the host. Finds that of a processor.
+"""Editors: what processors change in the scores of one sequence, worked out on the host. Finds a processor's editor.
 
 An editor is made once for a request. What depends on the vocabulary only is made with it; what depends on the tokens
 is kept up to date by the new ones. Knows processors and tokens; never logits.
@@ -78,7 +78,7 @@ def read_settings(processors: Iterable[Any]) -> None:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or the copy of it that was made first."""
+    """Return the tensor if it is on the host, else the copy that was first made of it."""
     if tensor.device.type == "cpu":
         return tensor
     if tensor not in _on_host:

@@ -2,7 +2,7 @@
 
 Grids and shapes depend on the numbers of tokens and experts alone, never on which experts were chosen: a CUDA graph can
 repeat them. There are no atomics, and no result depends on other tokens. Knows tensors; never modules. The definitions
-are in `hf_paged/kernels/experts.py`.
+are in `hf_paged/fused/experts.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"

@@ -1,6 +1,6 @@
 """The experts of each token and their weights, from the logits of all experts, in one launch.
 
-Knows tensors; never modules. The definition is in `hf_paged/kernels/router.py`.
+Knows tensors; never modules. The definition is in `hf_paged/fused/router.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped"
