@@ -124,9 +124,7 @@ def write(folder: Path, fields: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_values_and_tokens_of_the_format(
-    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_values_and_tokens_of_the_format(case: str, tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(CODED_FORMATS, "mine", f"{__name__}:load_mine")
     known = write(tmp_path, CASES[case])
     model = load_model(str(tmp_path), "float32", "cpu")

@@ -89,9 +89,7 @@ class _Recorder(StoppingCriteria):
 @modes
 @pytest.mark.parametrize("with_eos", [True, False])
 @pytest.mark.parametrize("given", [{}, {"return_dict_in_generate": True, "output_scores": True}])
-def test_stopping_criteria(
-    family: str, mode: str, with_eos: bool, given: dict[str, Any], paged_equals_plain: Compare
-) -> None:
+def test_stopping_criteria(family: str, mode: str, with_eos: bool, given: Any, paged_equals_plain: Compare) -> None:
     model, inputs = models.shared(family), models.batch(*LENGTHS)
     eos = models.ending(model, inputs) if with_eos else None
     recorders: list[_Recorder] = []

@@ -270,9 +270,7 @@ def test_a_model_that_restarts_its_cache(scaled: bool, paged_equals_plain: Compa
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "lookup"]
 )
-def test_calls_in_and_outside_inference_mode(
-    impl: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_in_and_outside_inference_mode(impl: str, options: dict[str, Any], monkeypatch: Any) -> None:
     """Memory that a call keeps in one mode is used by the next call in the other mode."""
     compute_by(monkeypatch, impl)
     model, inputs = models.build("llama"), models.batch(*((20,) if "prompt_lookup_num_tokens" in options else (9, 20)))

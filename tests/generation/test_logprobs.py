@@ -155,9 +155,7 @@ def test_beams_have_no_lists_but_their_prompts_have() -> None:
 
 
 def test_counts_and_starts_that_are_none() -> None:
-    wrong: list[Any] = [
-        {name: value} for name in ("logprobs", "prompt_logprobs") for value in (-1, 1.5, True, "2", 5000)
-    ]
+    wrong: list[Any] = [{key: v} for key in ("logprobs", "prompt_logprobs") for v in (-1, 1.5, True, "2", 5000)]
     wrong += [{"prompt_logprobs_start": start, **k} for start, k in ((3, {}), (-1, PROMPT), (3, PROMPT))]
     with opened() as engine:
         for options in wrong:

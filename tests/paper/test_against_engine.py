@@ -45,9 +45,7 @@ def look(scheduler: Scheduler, output: SchedulerOutput) -> Step:
     }  # fmt: skip
 
 
-def engine_steps(
-    requests: list[SimRequest], cache: CacheConfig, config: SchedulerConfig
-) -> tuple[list[Step], dict[str, list[list[int]]]]:
+def engine_steps(requests: list[SimRequest], cache: CacheConfig, config: SchedulerConfig) -> tuple[list[Step], Any]:
     """What the engine does in each step, and which beams continued which."""
     steps: list[Step] = []
     parents: dict[str, list[list[int]]] = {}
