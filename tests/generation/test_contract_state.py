@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,12 @@ from transformers import GenerationConfig, LogitsProcessor
 
 import hf_paged
 from tests import conftest, models
+from tests.generation.test_contract_processors import EVERY, LENGTHS, Compare, few
+from tests.generation.test_contract_processors import MODES as EVERY_MODE
 from tests.implementations import compute_by
 from tests.versions.marks import since
 
-Compare = Callable[..., Any]
-
-LENGTHS = (5, 19, 1, 16)
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sample": {"do_sample": True, "temperature": 2.5, "num_return_sequences": 2},
-    "beams": {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
-}
-
-
-few = pytest.mark.parametrize("family", models.FEW)
+MODES = {name: EVERY_MODE[name] for name in EVERY}
 
 
 def _inputs(model: Any) -> dict[str, Any]:

@@ -199,9 +199,8 @@ def test_outputs_are_snapshots_that_copy_when_they_are_read() -> None:
         assert not any(output._copies for output in outputs)
         final = outputs[-1].token_ids
         for count, output in enumerate(outputs, len(final) - len(outputs) + 1):
-            assert (
-                output.num_tokens == count and output.new_token_ids == final[count - len(output.new_token_ids) : count]
-            )
+            new = output.new_token_ids
+            assert output.num_tokens == count and new == final[count - len(new) : count]
             assert output.token_ids == final[:count] and len(output.logprobs) == count
         outputs[0].token_ids.append(0)
         assert outputs[-1].token_ids == final
