@@ -60,9 +60,7 @@ def cover(cases: Sequence[Case], strength: int, first: Iterable[int] = ()) -> li
     while having:
         # The first of the best ones, of whose values the others have few.
         most = max(gains)
-        best = min(
-            (i for i, gain in enumerate(gains) if gain == most), key=lambda i: sum(used[value] for value in cases[i])
-        )
+        best = min((i for i, g in enumerate(gains) if g == most), key=lambda i: sum(used[value] for value in cases[i]))
         found.append(best)
         used.update(cases[best])
         take(best)

@@ -63,9 +63,7 @@ def lose_writes(patch: pytest.MonkeyPatch) -> None:
             cache.flatten(0, 1)[lost] = 0
         write(new, kv, kept, **kwargs)
 
-    def attend_lossy(
-        query: Any, kv: LayerKV, metadata: Any, options: Any, new: NewKV | None = None, **kwargs: Any
-    ) -> Any:
+    def attend_lossy(query: Any, kv: LayerKV, metadata: Any, options: Any, new: Any = None, **kwargs: Any) -> Any:
         if new is not None:
             lossy(new, kv, metadata.slot_mapping)
         return attend(query, kv, metadata, options, **kwargs)

@@ -235,9 +235,7 @@ def test_stream_prints_the_same_texts(capsys: pytest.CaptureFixture[str]) -> Non
     assert out == "".join(f"[{i}/2] {q}\n{text}\n" for i, (q, text) in enumerate(zip(QUESTIONS, expected), 1))
 
 
-def test_prompts_from_standard_input_and_file(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_prompts_from_standard_input_and_file(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     options = ["--max-new-tokens", "4", "--batch-size", "2"]
     expected, _ = run_json(capsys, QA, "one", "two", "three", *options)
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\nthree\n"))

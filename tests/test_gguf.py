@@ -110,9 +110,7 @@ def test_other_files_of_the_folder_are_not_read(tiny: Path, tmp_path: Path, monk
     assert [type(each.tensors[0].data) for each in (readers[0], readers[-1])] == [np.ndarray, np.memmap]
 
 
-def test_weights_stay_in_the_codes_of_the_file(
-    mixed: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_stay_in_the_codes_of_the_file(mixed: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     """With the values and the tokens of transformers' model, of every type of blocks, and without copies in plain."""
     model = load_model(str(mixed), device="cpu")
     assert re.search(r": \d+ weights in Q\d_., .* stay as they lie in the file; --weights dequantised", caplog.text)
@@ -163,9 +161,7 @@ def test_a_broken_file_is_one_line(tiny: Path, tmp_path: Path, capsys: pytest.Ca
         assert re.fullmatch(rf".*cannot load the \w+ of .*broken\.gguf: .*{reason}\n", capsys.readouterr().err)
 
 
-def test_what_is_missing_is_named(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_named(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     assert main(["check", str(tmp_path / "none.gguf")]) == 2
     assert "there is no folder" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -87,11 +87,8 @@ def of_torchao(fields: dict[str, Any], name: str, shape: Any, generator: Any, ab
     codes, zeros = (torch.randint(-most, most, each, generator=generator).char() for each in (shape, groups))
     zeros = zeros if fields.get("zeros") else zeros * 0
     scales = (torch.rand(groups, generator=generator) / most).to(fields.get("scale", torch.float32))
-    data = {
-        "target_dtype": {"_data": f"int{most.bit_length()}"},
-        "block_size": [1, 32],
-        "activation_quantization": None,
-    }
+    dtype = {"_data": f"int{most.bit_length()}"}
+    data = {"target_dtype": dtype, "block_size": [1, 32], "activation_quantization": None}
     about[name] = json.dumps({"_type": fields.get("type", "IntxUnpackedToInt8Tensor"), "_data": data})
     prefix = name.removesuffix("weight")
     parts = {f"{prefix}_weight_qdata": codes, f"{prefix}_weight_scale": scales, f"{prefix}_weight_zero_point": zeros}
@@ -105,17 +102,15 @@ def write(folder: Path, fields: dict[str, Any]) -> Any:
     sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 96, "intermediate_size": inner, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     model = transformers.LlamaForCausalLM(config).eval()
-    found: dict[str, Any] = {}
-    known: dict[str, Any] = {}
-    about: dict[str, str] = {}
+    found, known, about = dict[str, Any](), dict[str, Any](), dict[str, str]()
     generator = torch.Generator().manual_seed(0)
+    writer = {"bitsandbytes": of_bitsandbytes, "torchao": of_torchao}.get(fields["quant_method"], of_gptq)
     for name, weight in model.state_dict().items():
-        if not name.endswith("proj.weight"):
-            found[name] = torch.randn(weight.shape, generator=generator).half()
-            known[name] = found[name].float()
-            continue
-        writer = {"bitsandbytes": of_bitsandbytes, "torchao": of_torchao}.get(fields["quant_method"], of_gptq)
-        known[name], parts = writer(fields, name, weight.shape, generator, about)
+        if name.endswith("proj.weight"):
+            known[name], parts = writer(fields, name, weight.shape, generator, about)
+        else:
+            parts = {name: torch.randn(weight.shape, generator=generator).half()}
+            known[name] = parts[name].float()
         found |= parts
     save_file(found, folder / "model.safetensors", about)
     (folder / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": fields}, default=str))
@@ -124,9 +119,7 @@ def write(folder: Path, fields: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_values_and_tokens_of_the_format(
-    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_values_and_tokens_of_the_format(case: str, tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(CODED_FORMATS, "mine", f"{__name__}:load_mine")
     known = write(tmp_path, CASES[case])
     model = load_model(str(tmp_path), "float32", "cpu")
@@ -167,10 +160,7 @@ def test_what_the_package_writes(package: str, tmp_path: Path) -> None:
 
 def test_what_is_not_read_is_named(tmp_path: Path) -> None:
     for case, reason in (
-        (
-            CASES["torchao"] | {"type": "Int4TilePackedTo4dTensor"},
-            "its weights are Int4TilePackedTo4dTensor of torchao",
-        ),
+        (CASES["torchao"] | {"type": "Int4TilePackedTo4dTensor"}, "weights are Int4TilePackedTo4dTensor of torchao"),
         (CASES["nf4"], "--weights a16: .*: its codes are numbers of values in a table, .*; leave it out"),
     ):
         write(tmp_path, case)

@@ -187,9 +187,7 @@ def test_the_core_names_no_feature() -> None:
 @cache
 def imports_of_features() -> dict[str, set[tuple[str, str]]]:
     """Part (a feature, "core", "programs") -> its imports of features other than itself, as (module, module)."""
-    part = {
-        name: core_lines.part_of(name.removeprefix("hf_paged.").replace(".", "/") + ".py") for name in own_imports()
-    }
+    part = {n: core_lines.part_of(n.removeprefix("hf_paged.").replace(".", "/") + ".py") for n in own_imports()}
     found: dict[str, set[tuple[str, str]]] = {}
     for name, others in own_imports().items():
         to_features = {other for other in others if part.get(other, "core") not in ("core", "programs", part[name])}
@@ -207,9 +205,7 @@ def test_the_core_imports_no_feature() -> None:
 
 def test_the_tables_name_what_exists() -> None:
     tables = [each.values() for each in (POLICIES, EVICTIONS, TASKS, registry.REPORTS, CODED_FORMATS)]
-    assert all(
-        callable(pkgutil.resolve_name(place)) for place in chain(*tables, registry.WITHOUT_VARIANTS, [registry.BEAMS])
-    )
+    assert all(callable(pkgutil.resolve_name(p)) for p in chain(*tables, registry.WITHOUT_VARIANTS, [registry.BEAMS]))
 
 
 def test_features_import_few_others() -> None:

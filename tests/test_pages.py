@@ -91,9 +91,7 @@ def test_what_does_not_run_is_listed() -> None:
 def test_commands_parse_and_name_files_that_exist() -> None:
     text = "".join(each.text for name in PAGES for each in snippets(name, "bash")).replace("\\\n", " ")
     before = r"^(?:[A-Z_]+=\S+ |opentelemetry-instrument )*(?:\.venv/bin/)?"
-    commands = [
-        shlex.split(each, comments=True) for each in re.findall(rf"{before}hf-paged (.*?)(?: &&.*)?$", text, re.M)
-    ]
+    commands = [shlex.split(x, comments=True) for x in re.findall(rf"{before}hf-paged (.*?)(?: &&.*)?$", text, re.M)]
     assert len(commands) > 20
     for words in commands:
         assert words == ["--version"] or callable(command(words, prog_name="hf-paged", standalone_mode=False)), words

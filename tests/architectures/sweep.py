@@ -375,9 +375,7 @@ def summary(results: list[dict[str, Any]]) -> str:
     )
     engines = [r["engine"] for r in results if "engine" in r]
     if engines:
-        kinds = {
-            kind: sum(e.startswith(kind) for e in engines) for kind in ("identical", "refused", "different", "crashed")
-        }
+        kinds = {k: sum(e.startswith(k) for e in engines) for k in ("identical", "refused", "different", "crashed")}
         line += "; engine " + ", ".join(f"{kind} {n}" for kind, n in kinds.items())
     return line
 

@@ -31,9 +31,7 @@ class Row(NamedTuple):
 
 def doubled(row: Row) -> Row:
     """The row for a model in float64."""
-    return Row(
-        row.ids, {name: each.double() if each.is_floating_point() else each for name, each in row.inputs.items()}
-    )
+    return Row(row.ids, {name: x.double() if x.is_floating_point() else x for name, x in row.inputs.items()})
 
 
 Rows = Callable[[torch.Generator], list[Row]]

@@ -165,9 +165,7 @@ def test_dtypes_that_the_engine_does_not_have_are_refused(name: str) -> None:
         PagedLM(QA, device="cpu", **{name: "float32"})
 
 
-def test_a_call_that_is_interrupted_leaves_the_next_alone(
-    models_of_both: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_is_interrupted_leaves_the_next_alone(models_of_both: tuple[Any, Any], monkeypatch: Any) -> None:
     _, paged = models_of_both
     pairs = requests("loglikelihood", ("A function", " is"), ("The if", " statement"))
     expected = paged.loglikelihood(pairs, disable_tqdm=True)

@@ -37,9 +37,7 @@ def tensors_of(pool: KVPool) -> list[torch.Tensor]:
 class Twin:
     """A pool with its host blocks, and a model of what both should hold. `now` does or enqueues other work."""
 
-    def __init__(
-        self, now: Callable[[Callable[[], object]], object] = lambda work: work(), pool: KVPool | None = None
-    ) -> None:
+    def __init__(self, now: Callable[..., object] = lambda work: work(), pool: KVPool | None = None) -> None:
         self.pool = pool or filled_pool()
         self.host = HostPool(self.pool, HOST_BLOCKS)
         self._now = now

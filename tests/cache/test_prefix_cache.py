@@ -135,9 +135,8 @@ def test_a_window_needs_its_last_blocks_only() -> None:
     cached = Cached(16, FULL, Window(6))
     cached.compute("a", list(range(20)))  # drops what position 20 does not see: blocks 0 to 2 of the window
     prefix = cached.cache.match(list(range(21)), ROOT)
-    assert (
-        prefix.num_blocks == 5 and prefix.tables[1][:3] == [NULL_BLOCK] * 3 and NULL_BLOCK not in prefix.tables[1][3:]
-    )
+    assert prefix.num_blocks == 5
+    assert prefix.tables[1][:3] == [NULL_BLOCK] * 3 and NULL_BLOCK not in prefix.tables[1][3:]
     assert prefix.num_held == 5 + 2 and prefix.num_idle == 0
     # A shorter prefix is found too: the blocks that left the window are cached.
     assert cached.cache.match([*range(12), 9, 9, 9], ROOT).tables[1][:1] == [NULL_BLOCK]

@@ -57,9 +57,7 @@ def test_less_staging_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("count", [1, 3, 10])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_out_and_in_of_the_same_host_blocks_in_one_step(
-    schedule: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_and_in_of_the_same_host_blocks_in_one_step(schedule: str, count: int, monkeypatch: Any) -> None:
     twin, device = staged(monkeypatch)
     for shift in range(4):
         out = [(block, (block + shift) % count) for block in range(count)]
@@ -74,9 +72,7 @@ def many_waits(twin: Twin) -> None:
     twin.step([(block, block) for block in range(13)], written=[*range(13)])
     twin.step([(block, block) for block in range(13, 20)], written=[*range(13, 20)])
     twin.step(swap_in=[(block, block) for block in range(10)], copies=[(3, 23)], written=[19])
-    twin.step(
-        [(block, block) for block in range(10)], [(block, block) for block in range(10, 20)], written=[*range(10)]
-    )
+    twin.step([(b, b) for b in range(10)], [(b, b) for b in range(10, 20)], written=[*range(10)])
     twin.step(swap_in=[(block, block) for block in range(10)])
 
 
@@ -178,9 +174,7 @@ class BreakingStreams(FakeStreams):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["current", "side"])
 @pytest.mark.parametrize("at", range(1, 13))
-def test_a_swap_that_is_broken_off_does_no_harm_to_the_next(
-    at: int, schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_swap_that_is_broken_off_does_no_harm_to_the_next(at: int, schedule: str, monkeypatch: Any) -> None:
     """What it has enqueued may still be under way."""
     twin, device = staged(monkeypatch)
     monkeypatch.setattr(swap, "CudaStreams", BreakingStreams)

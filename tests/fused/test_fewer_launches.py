@@ -108,9 +108,7 @@ def test_behaviour_that_few_tokens_do_not_show(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("by_torch")
-def test_kernels_that_fail_or_give_something_else(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernels_that_fail_or_give_something_else(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(gate, "gated", mock.Mock(side_effect=RuntimeError("no assembler")))
         assert kinds(copy.deepcopy(models.shared("llama"))) == {"attention", "layer", "norm"}

@@ -54,9 +54,7 @@ def by_plain_generate(model: Any) -> list[list[int]]:
 
 
 def by_generate(model: Any) -> list[list[int]]:
-    return [
-        model.generate(ids[None], **OPTIONS, cache_implementation="paged")[0, len(ids) :].tolist() for ids in PROMPTS
-    ]
+    return [model.generate(p[None], **OPTIONS, cache_implementation="paged")[0, len(p) :].tolist() for p in PROMPTS]
 
 
 def by_engine(engine: Engine) -> list[list[int]]:

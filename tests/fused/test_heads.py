@@ -88,9 +88,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-LATER = [
-    pytest.param(name, marks=has_angles_in_rows) if CHANGES[name][0] == "llama4_text" else name for name in CHANGES
-]
+LATER = [pytest.param(key, marks=has_angles_in_rows) if CHANGES[key][0] == "llama4_text" else key for key in CHANGES]
 
 
 @pytest.mark.parametrize("change", LATER)

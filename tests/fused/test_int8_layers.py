@@ -142,9 +142,7 @@ def test_changed_weights_are_followed(package: str, dtype: torch.dtype, monkeypa
         assert engine.generate([[5, 6, 7]], config)[0].outputs[0].logprobs == pytest.approx(seen[-1], abs=0.05)
 
 
-def test_another_arithmetic_is_left_to_the_layer(
-    fp32: Any, products: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_arithmetic_is_left_to_the_layer(fp32: Any, products: list[bool], monkeypatch: Any) -> None:
     """A version of a package may compute something else with tensors of the same names."""
     monkeypatch.setattr(fused_weights, "_agreeing", {})
     monkeypatch.setattr(int8_layers, "_is_installed", lambda package: False)
@@ -161,9 +159,7 @@ def test_another_arithmetic_is_left_to_the_layer(
 
 
 @pytest.mark.parametrize("name", ["dynamic", "groups"])
-def test_other_formats_are_left_to_the_layer(
-    name: str, fp32: Any, products: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_formats_are_left_to_the_layer(name: str, fp32: Any, products: list[bool], monkeypatch: Any) -> None:
     int8_layers.torchao(fp32, monkeypatch)
     for layer in fp32.modules():
         if type(layer) is nn.Linear:

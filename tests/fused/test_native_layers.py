@@ -412,9 +412,7 @@ def test_what_is_done_between_layers_counts(meddle: str, stacks: list[int], monk
 def test_results_between_layers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     model = deep()
     seen: list[list[torch.Tensor]] = []
-    handles = [
-        layer.register_forward_hook(lambda _, __, out: seen[-1].append(out.clone())) for layer in model.model.layers
-    ]
+    handles = [x.register_forward_hook(lambda _, __, out: seen[-1].append(out.clone())) for x in model.model.layers]
     for most in (256, 0):
         monkeypatch.setattr(fused_walk, "MAX_TOKENS_AHEAD", most)
         seen.append([])

@@ -55,9 +55,7 @@ def open_engine(model: Any, prepack: bool | None = True) -> Engine:
 
 def num_packed(model: Any) -> int:
     """Parts that the next step computes with one product instead of several."""
-    groups = [
-        LinearGroup(part.module, part.group.names) for part in fused_model.fused_parts(model)._parts if part.group
-    ]
+    groups = [LinearGroup(p.module, p.group.names) for p in fused_model.fused_parts(model)._parts if p.group]
     for group in groups:
         group.look()
     return sum(group.is_one for group in groups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,9 +74,7 @@ def requests(count: int, seed: int = 0) -> list[tuple[torch.Tensor, GenerationCo
     return list(zip(models.prompts(*lengths, seed=seed), map(config, names)))
 
 
-def assert_as_solo(
-    model: Any, outputs: list[hf_paged.RequestOutput], wanted: list[Any], **make: Callable[[], Any]
-) -> None:
+def assert_as_solo(model: Any, outputs: list[hf_paged.RequestOutput], wanted: list[Any], **make: Any) -> None:
     """make: further arguments of each plain call, made anew."""
     for output, (prompt, options) in zip(outputs, wanted):
         rows, scores = solo(model, prompt, options, **{name: made() for name, made in make.items()})

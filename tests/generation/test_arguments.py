@@ -14,7 +14,7 @@ import hf_paged
 from hf_paged import CacheConfig, Engine, SchedulerConfig
 from tests import models
 from tests.forwards import before_forwards
-from tests.generation.solo import Streamer, assert_as_solo, assert_idle, config
+from tests.generation.solo import Streamer, assert_as_solo, assert_idle, config, ended
 
 GREEDY = GenerationConfig(max_new_tokens=4, eos_token_id=None, pad_token_id=models.PAD)
 
@@ -198,9 +198,7 @@ def test_padded_prompts_with_their_mask(engine: Engine, side: str) -> None:
     outputs = {o.request_id: o for o in engine.stream(ids, GREEDY, attention_mask=mask) if o.finished}
     assert_as_solo(model, list(outputs.values()), wanted)
     engine.add_request(ids[0], GREEDY, attention_mask=mask[0])
-    while engine.has_unfinished_requests():
-        last = engine.step()
-    assert_as_solo(model, last, wanted[:1])
+    assert_as_solo(model, [*ended(engine).values()], wanted[:1])
     with pytest.raises(ValueError, match="with the padding token 0"):
         engine.generate(ids, GREEDY)
     with pytest.raises(ValueError, match="attention_mask has 2 rows for 3 prompts"):

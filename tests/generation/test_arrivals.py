@@ -314,9 +314,7 @@ OPTIONS = {
         st.tuples(st.lists(st.integers(9, 40), min_size=1, max_size=12), st.integers(1, 20)), min_size=2, max_size=4
     ),
 )
-def test_what_is_shared_equals_what_is_prepared_alone(
-    options: dict[str, Any], arrivals: list[tuple[list[int], int]]
-) -> None:
+def test_what_is_shared_equals_what_is_prepared_alone(options: Any, arrivals: list[tuple[list[int], int]]) -> None:
     model = models.shared("llama")
     together = Preparer(model)
     made = GenerationConfig(pad_token_id=0, **options)

@@ -166,9 +166,7 @@ def test_after_an_interrupt_it_goes_on(at: int) -> None:
 
 
 @pytest.mark.parametrize("scheduling", [True, False])
-def test_a_step_interrupted_while_it_waits_for_tokens_is_done_again(
-    scheduling: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_interrupted_while_it_waits_for_tokens_is_done_again(scheduling: bool, monkeypatch: Any) -> None:
     """This is where a host spends most of its time."""
     model = models.shared("llama")
     names = ["greedy", "sample", "beams", "four samples", "greedy"]

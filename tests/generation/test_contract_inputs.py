@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
@@ -11,15 +10,13 @@ import pytest
 import torch
 
 from tests import models
-
-Compare = Callable[..., Any]
+from tests.generation.test_contract_processors import Compare, few
 
 BLOCK = 16
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": models.PAD}
 BEAMS: dict[str, Any] = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
 
 modes = pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
-few = pytest.mark.parametrize("family", models.FEW)
 
 
 @modes

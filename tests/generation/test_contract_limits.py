@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +11,8 @@ from torch import distributed
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from tests import models
+from tests.generation.test_contract_processors import LENGTHS, Compare, few
 
-Compare = Callable[..., Any]
-
-LENGTHS = (5, 19, 1, 16)
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": models.PAD}
 MODES = {
     "greedy": GREEDY,
@@ -32,7 +30,6 @@ LIMITS: dict[str, dict[str, Any]] = {
 NEW_TOKENS = {"one token": 1, "none at all": 20, "time is up": 1, "much time": 12}
 
 modes = pytest.mark.parametrize("mode", MODES)
-few = pytest.mark.parametrize("family", models.FEW)
 
 
 @pytest.mark.covering(1)
@@ -89,9 +86,7 @@ class _Recorder(StoppingCriteria):
 @modes
 @pytest.mark.parametrize("with_eos", [True, False])
 @pytest.mark.parametrize("given", [{}, {"return_dict_in_generate": True, "output_scores": True}])
-def test_stopping_criteria(
-    family: str, mode: str, with_eos: bool, given: dict[str, Any], paged_equals_plain: Compare
-) -> None:
+def test_stopping_criteria(family: str, mode: str, with_eos: bool, given: Any, paged_equals_plain: Compare) -> None:
     model, inputs = models.shared(family), models.batch(*LENGTHS)
     eos = models.ending(model, inputs) if with_eos else None
     recorders: list[_Recorder] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +12,11 @@ from packaging import version
 import hf_paged
 from hf_paged.integration.names import CACHE
 from tests import conftest, models
-
-Compare = Callable[..., Any]
-
-RAGGED = (5, 19, 1, 16)
-few = pytest.mark.parametrize("family", models.FEW)
+from tests.generation.test_contract_processors import LENGTHS, Compare, few
 
 
 def _ragged(model: Any) -> dict[str, Any]:
-    inputs = models.batch(*RAGGED)
+    inputs = models.batch(*LENGTHS)
     return {**inputs, "eos_token_id": models.ending(model, inputs), "pad_token_id": models.PAD}
 
 
@@ -33,7 +28,7 @@ def _one(model: Any, length: int = 21) -> dict[str, Any]:
 def test_greedy(family: str, paged_equals_plain: Compare) -> None:
     model = models.shared(family)
     result = paged_equals_plain(model, **_ragged(model), max_new_tokens=24, do_sample=False)
-    text = result.plain[:, max(RAGGED) :]
+    text = result.plain[:, max(LENGTHS) :]
     assert len(set(text.flatten().tolist())) > 8, "the text is too monotonous for a meaningful comparison"
     assert (text[0] == models.PAD).any(), "row 0 ends early"
 
@@ -76,9 +71,9 @@ def test_beam_search(
     options |= {"early_stopping": early_stopping, "length_penalty": length_penalty}
     result = paged_equals_plain(model, **_ragged(model), max_new_tokens=16, **options)
     record, length = result.record, result.paged.shape[1]
-    assert record.cow_copies > 0 and len(result.paged) == len(RAGGED) * num_return_sequences
+    assert record.cow_copies > 0 and len(result.paged) == len(LENGTHS) * num_return_sequences
     per_token = record.kv_bytes_used // (record.peak_blocks_used * record.block_size)
-    assert record.kv_bytes_contiguous == len(RAGGED) * num_beams * length * per_token
+    assert record.kv_bytes_contiguous == len(LENGTHS) * num_beams * length * per_token
 
 
 @pytest.mark.covering(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,12 @@ from transformers import GenerationConfig, LogitsProcessor
 
 import hf_paged
 from tests import conftest, models
+from tests.generation.test_contract_processors import EVERY, LENGTHS, Compare, few
+from tests.generation.test_contract_processors import MODES as EVERY_MODE
 from tests.implementations import compute_by
 from tests.versions.marks import since
 
-Compare = Callable[..., Any]
-
-LENGTHS = (5, 19, 1, 16)
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sample": {"do_sample": True, "temperature": 2.5, "num_return_sequences": 2},
-    "beams": {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
-}
-
-
-few = pytest.mark.parametrize("family", models.FEW)
+MODES = {name: EVERY_MODE[name] for name in EVERY}
 
 
 def _inputs(model: Any) -> dict[str, Any]:
@@ -270,9 +261,7 @@ def test_a_model_that_restarts_its_cache(scaled: bool, paged_equals_plain: Compa
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "lookup"]
 )
-def test_calls_in_and_outside_inference_mode(
-    impl: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_in_and_outside_inference_mode(impl: str, options: dict[str, Any], monkeypatch: Any) -> None:
     """Memory that a call keeps in one mode is used by the next call in the other mode."""
     compute_by(monkeypatch, impl)
     model, inputs = models.build("llama"), models.batch(*((20,) if "prompt_lookup_num_tokens" in options else (9, 20)))

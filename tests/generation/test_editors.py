@@ -167,9 +167,7 @@ WARPER_MAKERS: dict[str, Any] = {
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("width", [VOCAB, 1024])
 @pytest.mark.parametrize("name", WARPER_MAKERS)
-def test_warpers_of_several_rows_have_the_bits_of_each_alone(
-    name: str, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warpers_of_several_rows_have_the_bits_of_each_alone(name: str, width: int, monkeypatch: Any) -> None:
     """Whatever the setting of each. A row with NaN disturbs no other. Also as on a GPU, without native code."""
     rng, generator = random.Random(1), torch.Generator().manual_seed(1)
     for impl, settings in itertools.product(
@@ -212,9 +210,7 @@ PENALTIES: dict[str, Any] = {
 def test_all_settings_of_all_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_by(monkeypatch, "torch")
     names = sorted(WARPER_MAKERS.keys() - {"typical", "eta"})  # which add up a row: on a CPU they are called for each
-    assert_independent(
-        lambda x: [*(PENALTIES[each](x) for each in PENALTIES), *(WARPER_MAKERS[each](x) for each in names)]
-    )
+    assert_independent(lambda x: [*(PENALTIES[k](x) for k in PENALTIES), *(WARPER_MAKERS[k](x) for k in names)])
 
 
 def assert_independent(make: Callable[[float], list[Any]]) -> None:

@@ -351,8 +351,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
         assert stats.blocks_used == 4
         # Another salt shares nothing.
         key = engine.add_request(prompts[0], config("greedy"), cache_salt="tenant")
-        while engine.has_unfinished_requests():
-            last = {o.request_id: o for o in engine.step()}
+        last = ended(engine)
         assert engine.stats().prefix_cache_hit_tokens == 3 * 32
         assert last[key].outputs[0].token_ids == outputs[0].outputs[0].token_ids
         assert engine.release_prefix(system)

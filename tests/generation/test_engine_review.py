@@ -14,7 +14,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from tests import models
 from tests.forwards import fail_forward
 from tests.generation import solo
-from tests.generation.solo import assert_idle
+from tests.generation.solo import assert_idle, ended
 from tests.waiting import Gate
 
 config = partial(solo.config, "greedy", max_new_tokens=8)
@@ -112,9 +112,7 @@ def test_a_processor_may_abort(victim: str) -> None:
 
         engine.add_request(prompts[0], config(), request_id="a", logits_processor=LogitsProcessorList([abort]))
         engine.add_request(prompts[1], config(do_sample=True), request_id="b")
-        reasons = {}
-        while engine.has_unfinished_requests():
-            reasons.update({o.request_id: o.outputs[0].finish_reason for o in engine.step()})
+        reasons = {name: output.outputs[0].finish_reason for name, output in ended(engine).items()}
         assert reasons.pop(victim) == "abort"
         assert set(reasons.values()) == {"length"}
         assert_idle(engine)

@@ -76,9 +76,7 @@ def test_random_grammars() -> None:
         if not wanted:
             continue
         lines, _, is_regular = gbnf.lark_of(text, "g")
-        ways.add(
-            "regular" if is_regular else "lexemes" if any("X" in line.split(":")[0] for line in lines) else "letters"
-        )
+        ways.add("regular" if is_regular else "lexemes" if any("X" in x.split(":")[0] for x in lines) else "letters")
         try:
             compiled = vocabulary.compiled(constraints.ebnf(text))
             found = {each for each in TEXTS if accepts_tokens(compiled, each, BYTES)}

@@ -70,9 +70,7 @@ def prompt() -> tuple[int, ...]:
     return tuple(tokenizer()(PROMPT, add_special_tokens=False)["input_ids"])
 
 
-def generated(
-    ids: list[int], processors: list[Any], *, seed: int = 5, paged: bool = False, **options: Any
-) -> list[Any]:
+def generated(ids: list[int], processors: list[Any], *, seed: int = 5, paged: bool = False, **options: Any) -> Any:
     """What `generate` returns after the prompt, one list of tokens for each sequence, without padding."""
     torch.manual_seed(seed)
     inputs = torch.tensor([ids])

@@ -25,9 +25,7 @@ pytestmark = adapted.IGNORED
 ENCODERS = ("bert", "modernbert", "roberta", "distilbert", "electra")
 
 KINDS = ("SequenceClassification", "TokenClassification", "")
-CASES = [
-    (family, kind) for family in (*DECODERS, *ENCODERS) for kind in KINDS if (family, kind[:5]) != ("gemma3", "Token")
-]
+CASES = [(name, kind) for name in (*DECODERS, *ENCODERS) for kind in KINDS if (name, kind[:5]) != ("gemma3", "Token")]
 
 
 def built(family: str, kind: str, **options: Any) -> Any:

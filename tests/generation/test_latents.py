@@ -44,9 +44,7 @@ def plain(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
     return [row[len(prompt) :].tolist() for row in rows]
 
 
-def answers(
-    model: Any, cache: CacheConfig | None = None, *, new: Any = None, **scheduler: Any
-) -> list[list[list[int]]]:
+def answers(model: Any, cache: CacheConfig | None = None, *, new: Any = None, **scheduler: Any) -> list[Any]:
     with Engine(model, cache, SchedulerConfig(**scheduler)) as engine:
         outputs = engine.generate(prompts(), new or config(), progress=False)
         if cache is not None:

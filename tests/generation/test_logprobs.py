@@ -155,9 +155,7 @@ def test_beams_have_no_lists_but_their_prompts_have() -> None:
 
 
 def test_counts_and_starts_that_are_none() -> None:
-    wrong: list[Any] = [
-        {name: value} for name in ("logprobs", "prompt_logprobs") for value in (-1, 1.5, True, "2", 5000)
-    ]
+    wrong: list[Any] = [{key: v} for key in ("logprobs", "prompt_logprobs") for v in (-1, 1.5, True, "2", 5000)]
     wrong += [{"prompt_logprobs_start": start, **k} for start, k in ((3, {}), (-1, PROMPT), (3, PROMPT))]
     with opened() as engine:
         for options in wrong:
@@ -201,9 +199,8 @@ def test_outputs_are_snapshots_that_copy_when_they_are_read() -> None:
         assert not any(output._copies for output in outputs)
         final = outputs[-1].token_ids
         for count, output in enumerate(outputs, len(final) - len(outputs) + 1):
-            assert (
-                output.num_tokens == count and output.new_token_ids == final[count - len(output.new_token_ids) : count]
-            )
+            new = output.new_token_ids
+            assert output.num_tokens == count and new == final[count - len(new) : count]
             assert output.token_ids == final[:count] and len(output.logprobs) == count
         outputs[0].token_ids.append(0)
         assert outputs[-1].token_ids == final

@@ -75,9 +75,8 @@ def test_a_halt(mode: HaltMode) -> None:
         assert not begun.done() and engine.is_halted
         gate.open()
         assert begun.result(120)
-        assert (made.reason("first") if made.finished else None) == {"keep": None, "wait": "length", "abort": "abort"}[
-            mode
-        ]
+        ended = {"keep": None, "wait": "length", "abort": "abort"}[mode]
+        assert (made.reason("first") if made.finished else None) == ended
         steps = engine.call(lambda: engine.stats().steps).result(120)
         assert engine.call(lambda: (engine.stats().steps, engine.stats().num_waiting)).result(120) == (steps, 1)
         engine.go_on()
@@ -88,16 +87,18 @@ def test_a_halt(mode: HaltMode) -> None:
         engine.check_integrity()
 
 
-def test_abort_in_place_of_a_halt_that_waits() -> None:
-    """What it has held back is not aborted."""
+@pytest.mark.parametrize("modes", [("wait", "abort"), ("abort", "keep")], ids="-".join)
+def test_an_abort_beside_another_halt(modes: tuple[HaltMode, HaltMode]) -> None:
+    """It takes the place of one that waits, and stays one if it has not begun. What came later is not aborted."""
     first, second = models.prompts(5, 9)
     with running() as made:
         gate = made.add_held("first", first)
-        waits = made.engine.halt("wait")
+        begun = made.engine.halt(modes[0])
         made.add("late", second)
-        assert made.engine.halt("abort") is waits
+        again = made.engine.halt(modes[1])
+        assert again is begun or modes[0] == "abort"
         gate.open()
-        waits.result(120)
+        begun.result(120), again.result(120)
         assert made.reason("first") == "abort" and "late" not in made.finished
         made.engine.go_on()
         made.end()
@@ -187,19 +188,6 @@ def test_readers_of_streams_run_their_own_steps_while_a_halt_lets_others_end() -
         made.engine.go_on()
         made.end()
     assert made.finished["first"].outputs[0].token_ids == plain(first)
-
-
-def test_an_abort_that_has_not_begun_stays_one() -> None:
-    (prompt,) = models.prompts(5)
-    with running() as made:
-        gate = made.add_held("it", prompt)
-        halts = made.engine.halt("abort"), made.engine.halt("keep")
-        gate.open()
-        for halt in halts:
-            halt.result(120)
-        assert made.reason("it") == "abort"
-        made.engine.go_on()
-        made.end()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -318,8 +318,7 @@ def test_requests_that_are_computed_again_after_a_change_of_weights(name: str, w
             weight.mul_(-1)
         if way == "sleep":
             engine.wake()
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
+        outputs = ended(engine).values()
         (later,) = serve(engine, [row])
         assert engine.stats().encoder_inputs == 4  # two images, with each weights
     (output,) = outputs
@@ -345,9 +344,7 @@ def test_many_requests_after_a_change_of_weights() -> None:
             begun.update({output.request_id: output.outputs[0].token_ids for output in engine.step()})
         with engine.pause(recompute=True), torch.no_grad():
             model.model.multi_modal_projector.linear_1.weight.mul_(-1)
-        finished: dict[str, list[int]] = {}
-        while engine.has_unfinished_requests():
-            finished.update({each.request_id: each.outputs[0].token_ids for each in engine.step() if each.finished})
+        finished = {name: output.outputs[0].token_ids for name, output in ended(engine).items()}
         assert engine.stats().encoder_inputs == 2 * len(rows)
     for name, row in zip(names, rows):
         start, tokens = begun[name], finished[name]
@@ -402,9 +399,8 @@ def test_other_salts_encode_again() -> None:
     with Engine(model, SMALL) as engine:
         for salt, encoded in ((None, 1), ("a", 2), ("b", 3), ("a", 3), (None, 3)):
             engine.add_request(rows[0].ids, config(), inputs=rows[0].inputs, cache_salt=salt)
-            while engine.has_unfinished_requests():
-                outputs = engine.step()
-            assert outputs[0].outputs[0].token_ids == expected
+            (output,) = ended(engine).values()
+            assert output.outputs[0].token_ids == expected
             assert engine.stats().encoder_inputs == encoded
         assert engine.stats().encoder_hits == 2
 
@@ -416,8 +412,7 @@ def test_what_callers_do_with_their_tensors_later() -> None:
     with Engine(model, SMALL) as engine:
         engine.add_request(rows[0].ids, config(), inputs=inputs)
         inputs["pixel_values"].zero_()
-        while engine.has_unfinished_requests():
-            (output,) = engine.step()
+        (output,) = ended(engine).values()
     torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), expected[1], atol=5e-5, rtol=0)
 
 

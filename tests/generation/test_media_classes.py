@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -157,11 +157,11 @@ def check_second_turn(model: Any, name: str, prompts: list[Row]) -> None:
     first, _, last = prompts
     with Engine(model, CacheConfig(memory="1MiB", block_size=4)) as engine:
         engine.add_request(first.ids, config(), inputs=first.inputs)
-        (answer,) = [output for output in _run(engine) if output.finished]
+        (answer,) = ended(engine).values()
         tokens = [token if token < 90 else 7 for token in answer.outputs[0].token_ids]
         row = later(name, first, tokens, last)
         engine.add_request(row.ids, config(), inputs=row.inputs)
-        (output,) = [output for output in _run(engine) if output.finished]
+        (output,) = ended(engine).values()
     expected, logprobs = plain(model, row)
     assert output.error is None and output.outputs[0].token_ids == expected
     torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs.float(), atol=TOLERANCE, rtol=0)
@@ -191,7 +191,7 @@ def test_samples_and_beams(name: str, way: str) -> None:
     for budget in (512, 5):
         with Engine(model, CacheConfig(memory="4MiB", block_size=4), {"max_num_batched_tokens": budget}) as engine:
             names = [engine.add_request(row.ids, options, inputs=row.inputs) for row in prompts]
-            finished = {output.request_id: output for output in _run(engine) if output.finished}
+            finished = ended(engine)
         assert not any(output.error for output in finished.values())
         runs.append([finished[request].outputs for request in names])
     found = [[each.token_ids for each in outputs] for outputs in runs[0]]
@@ -253,11 +253,6 @@ ROWS = ("lfm2_vl", "lfm3_vl", "qwen3_5", "qwen3_5_moe", "minicpm_ocr", "minicpmv
 """They keep states beside K/V: with `prefill_chunk_size`, paged calls take transformers' loop."""
 
 
-def _run(engine: Engine) -> Iterator[Any]:
-    while engine.has_unfinished_requests():
-        yield from engine.step()
-
-
 def at_rates(row: Row) -> list[Row]:
     """A video of so many seconds for two frames: equal frames, and text after them whose positions go on otherwise."""
     return [Row(row.ids, {**row.inputs, "second_per_grid_ts": torch.tensor([rate])}) for rate in (1.0, 5.0)]
@@ -273,11 +268,10 @@ def test_equal_frames_at_another_rate() -> None:
     with Engine(model, CacheConfig(memory="1MiB", block_size=4)) as engine:
         for row, (tokens, logprobs), cached in zip([*pair, *pair], expected * 2, [0, 4, 16, 16]):
             engine.add_request(row.ids, config(), inputs=row.inputs)
-            while engine.has_unfinished_requests():
-                outputs = engine.step()
-            assert outputs[0].outputs[0].token_ids == tokens
-            torch.testing.assert_close(torch.tensor(outputs[0].outputs[0].logprobs), logprobs, atol=TOLERANCE, rtol=0)
-            assert outputs[0].metrics.num_cached_tokens == cached  # 4: what stands before the second frame
+            (output,) = ended(engine).values()
+            assert output.outputs[0].token_ids == tokens
+            torch.testing.assert_close(torch.tensor(output.outputs[0].logprobs), logprobs, atol=TOLERANCE, rtol=0)
+            assert output.metrics.num_cached_tokens == cached  # 4: what stands before the second frame
     batch = batch_of(pair)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "output_logits": True}
     own, paged = (

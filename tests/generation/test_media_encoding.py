@@ -148,7 +148,7 @@ def test_requests_for_which_a_step_has_no_budget_wait() -> None:
 def test_a_video_and_sound_have_other_keys_in_another_order() -> None:
     """They are encoded as one unit, and each has one placeholder: their K/V differs where they change places."""
     model, _ = model_and_rows("llava")
-    features = Features(torch.ones(1, 32), None, False, dict)
+    features = Features(torch.ones(1, 32), None, "batch", dict)
     keys = []
     for places in ({"video": [1], "audio": [2]}, {"audio": [1], "video": [2]}):
         media = Media({"pixel_values_videos": torch.ones(1)}, places)

@@ -147,9 +147,7 @@ def test_pools_of_what_the_model_was_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("route", [{}, {"prompt_lookup_num_tokens": 2}], ids=["packed", "dense"])
-def test_a_share_of_free_memory_is_measured_with_the_idle_pool(
-    route: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_of_free_memory_is_measured_with_the_idle_pool(route: dict[str, Any], monkeypatch: Any) -> None:
     """Free memory differs from call to call and is less while a pool is idle: the pool is reused all the same."""
     model, ids = models.build("llama", attn_implementation="eager"), models.prompts(20)[0][None]
     free, pools = [10 * MIB], paged_generate._idle_pools(model)

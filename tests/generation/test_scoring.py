@@ -21,9 +21,7 @@ from tests.model import adapted
 
 PROMPTS = [prompt.tolist() for prompt in models.prompts(3, 20, 41, 9)]
 COMPLETIONS = [completion.tolist() for completion in models.prompts(6, 1, 12, 30, seed=3)]
-needs_one_order = pytest.mark.skipif(
-    ops.default_impl("cpu") != "native", reason="only the native kernels sum in one order"
-)
+needs_one_order = pytest.mark.skipif(ops.default_impl("cpu") != "native", reason="only native kernels sum in one order")
 
 
 def plain(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:

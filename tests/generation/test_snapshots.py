@@ -31,9 +31,7 @@ def add_all(engine: Engine, count: int) -> None:
 def assert_true(engine: Engine, snapshot: EngineSnapshot) -> None:
     scheduler, pool = engine._scheduler, snapshot.pool
     manager, stats = scheduler.manager, engine.stats()
-    assert {view.id: view.status for view in snapshot.requests} == {
-        group.request_id: group.status.value for group in scheduler.groups
-    }
+    assert {v.id: v.status for v in snapshot.requests} == {g.request_id: g.status.value for g in scheduler.groups}
     references: Counter[int] = Counter()
     for view in snapshot.requests:
         group = scheduler.get(view.id)

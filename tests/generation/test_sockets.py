@@ -64,9 +64,7 @@ class Dice(Policy):
         return self.rng.choice(candidates)
 
     def shares(self, running: Any, starting: Any, budget: int) -> Any:
-        return {
-            group: self.rng.choice([0, 0, 1, 5, budget]) for group in (*running, *starting) if self.rng.random() < 0.8
-        }
+        return {g: self.rng.choice([0, 0, 1, 5, budget]) for g in (*running, *starting) if self.rng.random() < 0.8}
 
 
 class Youngest(Policy):

@@ -78,9 +78,7 @@ class Runner:
 @pytest.mark.parametrize("in_pieces", [True, False], ids=["in pieces", "by one"])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("seed", range(6))
-def test_states_are_those_of_their_tokens(
-    groups: str, in_pieces: bool, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_are_those_of_their_tokens(groups: str, in_pieces: bool, seed: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(of_states, "LEAST_PREFIX", BLOCK)
     monkeypatch.setattr(of_states, "SINGLES", 1)
     rng = random.Random(f"{groups} {in_pieces} {seed}")

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -90,9 +91,7 @@ def test_the_next_process_compiles_nothing(fresh: Path, compiler: Path, monkeypa
     assert (fresh.parents[1] / "calls").read_text() == calls
 
 
-def test_a_build_in_progress_is_waited_for(
-    fresh: Path, built: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_in_progress_is_waited_for(fresh: Path, built: Path, compiler: Path, monkeypatch: Any) -> None:
     """This thread plays the other process: it holds the lock and installs the kernels before it releases the lock."""
     directory, waits = store.open_directory(), threading.Event()
     path = directory / native_build._file_name(find_toolchain())
@@ -151,9 +150,7 @@ def test_the_instruction_set_is_chosen(fresh: Path, monkeypatch: pytest.MonkeyPa
         native_build.library()
 
 
-def test_missing_kernels_are_told_once_with_the_remedy(
-    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_kernels_are_told_once_with_the_remedy(fresh: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.warns(RuntimeWarning, match="no C compiler.*hf-paged build.*HF_PAGED_NATIVE=0") as told:
@@ -253,9 +250,7 @@ def test_nobody_else_may_write(fresh: Path, compiler: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["folder", "writable", "link"])
-def test_what_others_can_write_is_not_trusted(
-    fault: str, fresh: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_can_write_is_not_trusted(fault: str, fresh: Path, compiler: Path, monkeypatch: Any) -> None:
     path = native_build.build()
     if fault == "folder":
         fresh.chmod(0o777)

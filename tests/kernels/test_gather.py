@@ -221,9 +221,7 @@ def test_copy_blocks_into_other_tensors(impl: str, whole: bool) -> None:
         caches[0] = caches[0].transpose(1, 2).contiguous().transpose(1, 2)
     sizes = [cache[0].nbytes for cache in caches]
     beside = torch.zeros(9, sum(sizes), dtype=torch.uint8)
-    parts = [
-        part.view(cache.dtype).unflatten(1, cache.shape[1:]) for part, cache in zip(beside.split(sizes, 1), caches)
-    ]
+    parts = [p.view(cache.dtype).unflatten(1, cache.shape[1:]) for p, cache in zip(beside.split(sizes, 1), caches)]
     there, back = torch.randperm(32)[:6], torch.randperm(32)[:6]
     ops.copy_blocks(caches, torch.stack([there, torch.arange(2, 8)], 1), into=parts, impl=impl)
     for part, cache in zip(parts, caches):

@@ -313,9 +313,7 @@ STEPS = [
     "longest, options",
     [(64, {}), (512, {"shares": False}), (512, {"sliding_window": 20}), (512, {"block_size": 48, "heads": (2, 2)})],
 )
-def test_launches_of_one_step_compute_any_other(
-    longest: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_of_one_step_compute_any_other(longest: int, options: dict[str, object], monkeypatch: Any) -> None:
     """Launches decided on the host for eight padding sequences are valid for others: grids, kernels, plans, tables."""
     monkeypatch.setattr(triton_partition, "MIN_SHARED_KEYS", 32)
     options = {"head_dim": 16, "heads": (2, 1), **options}

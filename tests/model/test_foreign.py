@@ -586,9 +586,7 @@ def rotate_half(x):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["in place", "by its code"])
 @pytest.mark.parametrize("name", COMPILED)
-def test_code_compiled_into_a_namespace_of_transformers(
-    name: str, way: str, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_compiled_into_a_namespace_of_transformers(name: str, way: str, model: Any, monkeypatch: Any) -> None:
     """It has the module's name, but is not of the module's file."""
     space, scope = vars(sys.modules[type(model).__module__]), dict[str, Any]()
     exec(compile(COMPILED[name], "<patched>", "exec"), space, scope)

@@ -220,9 +220,7 @@ def test_a_warm_up_captures_all_sizes_and_writes_nothing(family: str, monkeypatc
 
 
 @pytest.mark.parametrize("family, replayed", [("llama", True), ("mistral", False)])
-def test_sequences_with_a_common_prefix_have_other_graphs(
-    family: str, replayed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_with_a_common_prefix_have_other_graphs(family: str, replayed: bool, monkeypatch: Any) -> None:
     """Chosen by the host from the block tables; not with a sliding window in all layers."""
     for module in (metadata_module, graph_inputs):
         monkeypatch.setattr(module, "MIN_SHARED_KEYS", 16)

@@ -19,6 +19,7 @@ from hf_paged import CacheConfig, Engine, SchedulerConfig
 from hf_paged.model.state import state_of
 from hf_paged.model.weights import Weights
 from tests import models
+from tests.generation.solo import ended
 from tests.noted import note_calls
 from tests.preempting import force_preempt
 
@@ -46,8 +47,19 @@ def served(engine: Engine, prompt: torch.Tensor = PROMPT) -> tuple[list[int], to
     return output.outputs[0].token_ids, torch.tensor(output.outputs[0].logprobs)
 
 
+def whole(output: hf_paged.RequestOutput) -> torch.Tensor:
+    return torch.tensor([*output.prompt_token_ids, *output.outputs[0].token_ids])
+
+
 def is_close(actual: tuple[list[int], torch.Tensor], expected: tuple[list[int], torch.Tensor]) -> bool:
     return actual[0] == expected[0] and torch.allclose(actual[1], expected[1], atol=2e-3)
+
+
+def assert_other(engine: Engine, model: Any, before: Any) -> Any:
+    """The engine serves what `generate` returns, which is returned here, and that is something else than before."""
+    expected = plain(model)
+    assert not is_close(before, expected) and is_close(served(engine), expected)
+    return expected
 
 
 def engine_on(model: Any, **options: Any) -> Engine:
@@ -191,10 +203,8 @@ def test_requests_and_calls_after_a_change(name: str, prepack: bool) -> None:
         assert is_close(before, plain(model)) and is_close(before, plain(model, cache_implementation="paged"))
         assert is_close(served(engine), before) and engine.stats().prefix_cache_hit_tokens
         CHANGES[name](model)
-        expected = plain(model)
-        assert not is_close(before, expected)
-        assert is_close(served(engine), expected) and is_close(served(engine), expected)
-        assert is_close(plain(model, cache_implementation="paged"), expected)
+        expected = assert_other(engine, model, before)
+        assert is_close(served(engine), expected) and is_close(plain(model, cache_implementation="paged"), expected)
         engine.check_integrity()
 
 
@@ -217,9 +227,7 @@ def test_a_vector_that_is_the_weights() -> None:
         before = served(engine)
         vector += random_like(vector)
         nn.utils.vector_to_parameters(vector, model.parameters())
-        expected = plain(model)
-        assert not is_close(before, expected)
-        assert is_close(served(engine), expected)
+        assert_other(engine, model, before)
 
 
 @pytest.mark.parametrize("prepack", [False, True])
@@ -235,9 +243,7 @@ def test_a_weight_with_the_address_and_version_of_another(prepack: bool) -> None
         memory[5] += 3  # a single row: no sample of contents need see it
         layer.weight = nn.Parameter(torch.from_numpy(memory))
         assert known == (layer.weight.data_ptr(), layer.weight._version)
-        expected = plain(model)
-        assert not is_close(before, expected)
-        assert is_close(served(engine), expected)
+        assert_other(engine, model, before)
 
 
 @pytest.mark.parametrize("name", ["adamw", "data", "data replaced twice"])
@@ -253,9 +259,7 @@ def test_a_change_with_a_request_in_flight(name: str) -> None:
         if name in NEED_A_SAMPLE:
             engine.weights_changed()
         assert is_close(served(engine), plain(model))
-        while engine.has_unfinished_requests():
-            ended = [output for output in engine.step() if output.request_id == request_id and output.finished]
-        both = torch.tensor([*ended[0].prompt_token_ids, *ended[0].outputs[0].token_ids])
+        both = whole(ended(engine)[request_id])
         for length in (26, 36, 48, len(both)):
             assert is_close(served(engine, both[:length]), plain(model, both[:length]))
         engine.check_integrity()
@@ -268,9 +272,8 @@ def test_a_change_between_two_requests_without_a_look_in_between() -> None:
         engine.add_request(PROMPT, GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None))
         engine.step()
         add_in_place(model)
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-        both = torch.tensor([*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids])
+        (output,) = ended(engine).values()
+        both = whole(output)
         assert is_close(served(engine, both), plain(model, both))
 
 
@@ -401,20 +404,13 @@ def test_a_pause(recompute: bool, is_async: bool) -> None:
         with engine.pause(recompute=recompute):
             known = {r: engine._requests[r].group.sequences[0].token_ids[:] for r in request_ids}
             write_data(model)
-        outputs = {}
-        while engine.has_unfinished_requests():
-            outputs |= {output.request_id: output for output in engine.step()}
+        outputs, options = ended(engine), {"do_sample": False, "eos_token_id": None}
         for request_id, tokens in known.items():
-            output = outputs[request_id]
-            result = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+            output, both = outputs[request_id], whole(outputs[request_id])
             assert output.error is None and len(output.outputs[0].token_ids) == 24
-            assert result[: len(tokens)] == tokens
+            assert both[: len(tokens)].tolist() == tokens
             if recompute:
-                rest = model.generate(
-                    torch.tensor([tokens]), max_length=len(result), do_sample=False, eos_token_id=None
-                )
-                assert result == rest[0].tolist()
-        both = torch.tensor(result)
+                assert both.equal(model.generate(torch.tensor([tokens]), max_length=len(both), **options)[0])
         assert is_close(served(engine, both), plain(model, both))
         assert is_close(served(engine), plain(model))
         engine.check_integrity()
@@ -577,7 +573,4 @@ def test_a_request_admitted_after_a_swapped_one(scheduling: bool) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(random_like(parameter))
-        tokens = {}
-        while engine.has_unfinished_requests():
-            tokens |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
-        assert tokens[waiting] == plain(model)[0]
+        assert ended(engine)[waiting].outputs[0].token_ids == plain(model)[0]

@@ -45,9 +45,7 @@ def look(scheduler: Scheduler, output: SchedulerOutput) -> Step:
     }  # fmt: skip
 
 
-def engine_steps(
-    requests: list[SimRequest], cache: CacheConfig, config: SchedulerConfig
-) -> tuple[list[Step], dict[str, list[list[int]]]]:
+def engine_steps(requests: list[SimRequest], cache: CacheConfig, config: SchedulerConfig) -> tuple[list[Step], Any]:
     """What the engine does in each step, and which beams continued which."""
     steps: list[Step] = []
     parents: dict[str, list[list[int]]] = {}
@@ -85,13 +83,10 @@ def add(engine: Engine, request: SimRequest) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_steps(case: str, mode: Any) -> None:
     requests, block_size, num_blocks = CASES[case], 4, 26
-    config = SchedulerConfig(
-        max_num_seqs=12, max_num_batched_tokens=24, prefix_caching=False, preemption=mode, watermark=0.05
-    )
-    swap = f"{num_blocks * 4096} B"
-    real, parents = engine_steps(
-        requests, CacheConfig(block_size=block_size, num_blocks=num_blocks, swap_memory=swap), config
-    )
+    limits = {"max_num_seqs": 12, "max_num_batched_tokens": 24, "watermark": 0.05}
+    config = SchedulerConfig(**limits, prefix_caching=False, preemption=mode)  # type: ignore[arg-type]
+    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, swap_memory=f"{num_blocks * 4096} B")
+    real, parents = engine_steps(requests, cache, config)
     policy = Paged(config, num_blocks * block_size, {}, block_size=block_size)
     simulated: list[Step] = []
     Simulator(

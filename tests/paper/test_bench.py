@@ -66,9 +66,7 @@ def test_speed_is_measured() -> None:
 
 
 def rows(*ours: float) -> list[dict[str, Any]]:
-    return [
-        check(f"{name}: rate, ours / x", 2.0, value, source="printed", unit="x") for name, value in zip("klm", ours)
-    ]
+    return [check(f"{k}: rate, ours / x", 2.0, value, source="printed", unit="x") for k, value in zip("klm", ours)]
 
 
 def test_each_value_has_its_source_and_its_tolerance() -> None:
@@ -163,9 +161,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert "figure '20' is unknown; there are 1, 2, 11" in capsys.readouterr().err
 
 
-def test_a_wheel_has_no_benchmarks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_has_no_benchmarks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("hf_paged.__file__", str(tmp_path / "hf_paged" / "__init__.py"))
     assert main(["bench", "paper"]) == 2
     assert "clone the repository" in capsys.readouterr().err

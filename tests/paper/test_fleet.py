@@ -28,9 +28,8 @@ def alone(requests: list[SimRequest]) -> dict[str, tuple[float, float]]:
 def test_a_fleet_of_one() -> None:
     """The same latencies as without a router; with so few slots there are preemptions."""
     requests = requests_of(TRAFFIC)
-    one = Fleet(1, RoundRobin(), SMALL)
+    one, expected = Fleet(1, RoundRobin(), SMALL), alone(requests)
     measured = one.run(requests, 0.0)
-    expected = alone(requests)
     arrivals = {request.request_id: request.arrival for request in requests}
     firsts = sorted(first - arrivals[name] for name, (first, _) in expected.items())
     assert sorted(measured.first_token) == pytest.approx(firsts)
@@ -55,10 +54,8 @@ def test_chains_are_prefixes_of_later_ones() -> None:
 
 
 def test_the_page() -> None:
-    wanted = [
-        replace(run, minutes=2.0, hourly=3000, replicas=count)
-        for run, count in zip(fleet.runs(quick=True), [1, 1, 1, 2, 2, 2])
-    ]
+    counted = zip(fleet.runs(quick=True), [1, 1, 1, 2, 2, 2])
+    wanted = [replace(run, minutes=2.0, hourly=3000, replicas=count) for run, count in counted]
     outcomes = {run: fleet.execute(run) for run in wanted}
     assert all(0 < outcome["hit_rate"] < 1 and outcome["first_token_p99"] > 0 for outcome in outcomes.values())
     routers = [fleet.measure_router(policy, 2, 0.01) for policy in fleet.POLICIES]

@@ -31,12 +31,8 @@ def test_buddy_against_brute_force(seed: int) -> None:
         else:
             size = 1 << rng.randint(0, 4)
             roots = ((0, 32), (32, 8), (40, 4), (44, 1))
-            possible = [
-                at
-                for root, length in roots
-                for at in range(root, root + length - size + 1, size)
-                if not any(owner[at : at + size])
-            ]
+            places = [at for root, length in roots for at in range(root, root + length - size + 1, size)]
+            possible = [at for at in places if not any(owner[at : at + size])]
             offset = buddy.allocate(size)
             assert (offset in possible) if possible else offset is None
             if offset is not None:
@@ -58,13 +54,10 @@ OUTPUTS = {"a": 4, "b": 2, "c": 3}
 
 def test_orca_oracle_by_hand() -> None:
     """16 slots. a reserves 8, b 8 (5 rounded up), c 8: c starts when b has ended, after its second step."""
-    policy = Orca(CONFIG, 16, OUTPUTS, reserve="oracle")
-    batches = []
-    result = simulate(
-        policy, THREE, observe=lambda o: batches.append("".join(s.group.request_id for s, _ in o.scheduled))
-    )
+    seen = []
+    result = simulate(Orca(CONFIG, 16, OUTPUTS, reserve="oracle"), THREE, observe=lambda o: seen.append([*o.scheduled]))
     assert ends(result) == {"b": 2.0, "a": 4.0, "c": 5.0}
-    assert batches == ["ab", "ab", "ac", "ac", "c"]
+    assert ["".join(seq.group.request_id for seq, _ in batch) for batch in seen] == ["ab", "ab", "ac", "ac", "c"]
 
 
 def test_orca_reserves_for_every_sample() -> None:
@@ -75,9 +68,7 @@ def test_orca_reserves_for_every_sample() -> None:
     price = policy.load
     policy.load = lambda output: loads.append(price(output)) or loads[-1]  # type: ignore[method-assign, func-returns-value]
     assert ends(simulate(policy, requests, jumps=False)) == {"a": 4.0, "b": 8.0}
-    assert loads[:3] == [Load(1, 4, 4, 10, started=1), Load(2, 2, 10, 0, 4), Load(2, 2, 12)], (
-        "the prompt's K/V is copied once"
-    )
+    assert loads[:3] == [Load(1, 4, 4, 10, started=1), Load(2, 2, 10, 0, 4), Load(2, 2, 12)]  # K/V is copied once
 
 
 def test_orca_refuses_what_never_fits() -> None:

@@ -72,25 +72,15 @@ def test_clock_by_hand() -> None:
     assert times == {"a": (1.0, 3.0, 1.0), "b": (2.0, 3.0, 1.25)}
 
 
-def test_shared_prefix_is_computed_once() -> None:
-    config = replace(CONFIG, prefix_caching=True)
-    requests = [SimRequest(f"r{i}", 10.0 * i, 14, 2, prefix_length=8) for i in range(2)]
-    tokens = []
-    policy = policy_of("ours", requests, 400, config)
-    Simulator(policy, SECOND, requests, observe=lambda o: tokens.append(sum(count for _, count in o.scheduled))).run()
-    assert tokens == [14, 1, 6, 1], "the second prompt starts after the 8 shared tokens"
-
-
-def test_turns_find_what_was_said_before() -> None:
-    """The second turn of a conversation computes the last token of the first, and its own."""
-    config = replace(CONFIG, prefix_caching=True)
-    requests = [SimRequest("a", 0.0, 6, 3, conversation="c"), SimRequest("b", 20.0, 14, 1, conversation="c")]
-    other = SimRequest("c", 40.0, 14, 1, conversation="d")
-    tokens = []
-    policy = policy_of("ours", requests, 400, config)
-    observe = lambda o: tokens.append(sum(count for _, count in o.scheduled))  # noqa: E731
-    Simulator(policy, SECOND, [*requests, other], observe=observe).run()
-    assert tokens == [6, 2, 6, 14], "of 6 + 3 tokens 8 are in full blocks"
+def test_what_was_computed_before_is_found() -> None:
+    """8 tokens of a shared prefix; in the second turn of a conversation 8 of 6 + 3, which are in full blocks."""
+    turns = [SimRequest("a", 0.0, 6, 3, conversation="c"), SimRequest("b", 20.0, 14, 1, conversation="c")]
+    turns += [SimRequest("c", 40.0, 14, 1, conversation="d")]
+    prefixes = [SimRequest(f"r{i}", 10.0 * i, 14, 2, prefix_length=8) for i in range(2)]
+    for requests, expected in ((prefixes, [14, 1, 6, 1]), (turns, [6, 2, 6, 14])):
+        policy, seen = policy_of("ours", requests, 400, replace(CONFIG, prefix_caching=True)), []
+        Simulator(policy, SECOND, requests, observe=seen.append).run()
+        assert [sum(count for _, count in output.scheduled) for output in seen] == expected
 
 
 def test_cost_of_a_step() -> None:

@@ -9,6 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -78,7 +79,7 @@ class Ranks:
     def codes(self) -> list[int | None]:
         return [process.exitcode for process in self.processes]
 
-    def stop(self) -> None:
+    def close(self) -> None:
         for process in self.processes:
             process.kill()
             process.join()
@@ -86,14 +87,11 @@ class Ranks:
 
 def run(size: int, program: Callable[..., None], *args: Any, seconds: float = 240) -> list[list[Any]]:
     """What each rank has reported when all have ended without an error."""
-    ranks = Ranks(size, program, *args)
-    try:
+    with closing(Ranks(size, program, *args)) as ranks:
         assert ranks.read(ranks.are_gone, seconds), f"still running: {[ranks.said(rank) for rank in range(size)]}"
         ranks.read(ranks.are_silent, 120)
         assert ranks.codes() == [0] * size, [ranks.said(rank) for rank in range(size)]
         return [ranks.said(rank) for rank in range(size)]
-    finally:
-        ranks.stop()
 
 
 def _run(rank: int, size: int, port: int, pipe: Any, program: Callable[..., None], args: Any) -> None:

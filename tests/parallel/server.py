@@ -149,9 +149,7 @@ def serving(folder: Path, *options: str) -> Iterator[Server]:
             each.name for each in folder.iterdir() if not each.name.startswith(("log", "torchinductor"))
         ]  # the latter is torch's cache
         assert not left, left
-        own = [
-            each for each in set(SHARED_MEMORY.iterdir()) - shared if each.name.startswith(("torch", "nccl", "sem."))
-        ]
+        own = [x for x in set(SHARED_MEMORY.iterdir()) - shared if x.name.startswith(("torch", "nccl", "sem."))]
         until(lambda: not any(each.exists() for each in own))  # those of a test beside this one go with it
     except BaseException:
         print((folder / "log").read_text())

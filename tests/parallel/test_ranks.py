@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,7 @@ def test_weights_may_change_in_a_pause(llama: str) -> None:
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_forward_that_raises_ends_the_engine_everywhere(where: int, llama: str) -> None:
-    ranks = Ranks(2, programs.failing_forward, llama, where)
-    try:
+    with closing(Ranks(2, programs.failing_forward, llama, where)) as ranks:
         assert ranks.read(ranks.are_gone, 120)
         ranks.read(ranks.are_silent, 120)
         cause = f"rank {where}: MemoryError: no memory for this layer"
@@ -79,8 +79,6 @@ def test_a_forward_that_raises_ends_the_engine_everywhere(where: int, llama: str
             assert ranks.said(1) == ["MemoryError: no memory for this layer"]
         else:  # it learns the reason, or ends its process, in which it cannot leave the forward
             assert ranks.said(1) == [f"RankError: {cause}; this engine has ended on all ranks"] or ranks.codes()[1] == 1
-    finally:
-        ranks.stop()
 
 
 def test_nothing_is_unpickled(llama: str) -> None:
@@ -92,8 +90,7 @@ def test_nothing_is_unpickled(llama: str) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_ends_all(victim: int, llama: str) -> None:
     """The driver kills one that hangs; a rank that waits for the driver ends itself."""
-    ranks = Ranks(2, programs.long_requests, llama, 5.0)
-    try:
+    with closing(Ranks(2, programs.long_requests, llama, 5.0)) as ranks:
         assert ranks.have_all_said("ready", 120)
         os.kill(ranks.processes[victim].pid, signal.SIGSTOP)
         assert ranks.read(lambda: not ranks.processes[1].is_alive(), 120)
@@ -104,14 +101,11 @@ def test_a_stopped_rank_ends_all(victim: int, llama: str) -> None:
             ranks.read(ranks.are_silent, 120)
             cause = "rank 1 hangs: nothing has been heard of it for 5 seconds"
             assert ranks.said(0)[-1] == f"{cause}; this engine has ended on all ranks"
-    finally:
-        ranks.stop()
 
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_forward_that_never_ends(where: int, llama: str) -> None:
-    ranks = Ranks(2, programs.hanging_forward, llama, where)
-    try:
+    with closing(Ranks(2, programs.hanging_forward, llama, where)) as ranks:
         assert ranks.read(ranks.are_gone, 120), "a rank waits for ever"
         ranks.read(ranks.are_silent, 120)
         assert ranks.codes()[1] == 1
@@ -119,8 +113,6 @@ def test_a_forward_that_never_ends(where: int, llama: str) -> None:
             assert all("a step has not ended within 1 seconds; this engine" in error for error in ranks.said(0)[0])
         else:
             assert ranks.codes()[0] == 1
-    finally:
-        ranks.stop()
 
 
 def test_killed_ranks_end_all(llama: str) -> None:
@@ -128,8 +120,7 @@ def test_killed_ranks_end_all(llama: str) -> None:
     chances = random.Random(0)
     for number in range(KILLS):
         victim = chances.randrange(2)
-        ranks = Ranks(2, programs.long_requests, llama)
-        try:
+        with closing(Ranks(2, programs.long_requests, llama)) as ranks:
             assert ranks.have_all_said("ready", 120)
             time.sleep(chances.random())
             ranks.processes[victim].kill()
@@ -139,5 +130,3 @@ def test_killed_ranks_end_all(llama: str) -> None:
             ranks.read(ranks.are_silent, 120)
             assert "this engine has ended on all ranks" in ranks.said(1 - victim)[-1] or ranks.codes()[1 - victim] == 1
             print(f"run {number}: rank {victim} killed, all ended after {seconds:.2f} s: {ranks.said(1 - victim)[-1]}")
-        finally:
-            ranks.stop()

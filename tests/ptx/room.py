@@ -103,9 +103,7 @@ Check = Callable[[Runner], None]
 GROUPS: dict[str, dict[str, Check]] = {}
 
 
-def case(
-    group: str, name: str, *arguments: Any, **options: Any
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def case(group: str, name: str, *arguments: Any, **options: Any) -> Callable[..., Any]:
     """Enter the function, with these arguments after the runner, as a case."""
 
     def enter(function: Callable[..., None]) -> Callable[..., None]:
@@ -446,9 +444,7 @@ def top_p(runner: Runner, num_rows: int, vocab: int) -> None:
 
 
 def ran(chip: str, groups: list[str], only: Sequence[str] = ()) -> Iterator[Ran]:
-    for name, check in (
-        (name, check) for group in groups for name, check in GROUPS[group].items() if not only or name in only
-    ):
+    for name, check in ((name, check) for g in groups for name, check in GROUPS[g].items() if not only or name in only):
         torch.manual_seed(0)
         runner, start = Runner(name, chip), time.perf_counter()
         try:

@@ -202,9 +202,7 @@ def test_an_adapter_that_is_loaded_stays(folders: dict[str, str]) -> None:
     assert "sql" in model.peft_config
 
 
-def test_requests_are_not_prepared_while_adapters_change(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_are_not_prepared_while_adapters_change(folders: dict[str, str], monkeypatch: Any) -> None:
     """Between the new adapter's config and its layers they would find an adapter without layers."""
     model, held = new_model(), []
     load, delete = peft.inject_adapter_in_model, peft.functional.delete_adapter

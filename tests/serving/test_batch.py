@@ -69,9 +69,7 @@ def test_each_request_has_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("end", ["kill", "interrupt", "engine", "disk"])
-def test_a_run_continues_where_another_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, end: str
-) -> None:
+def test_a_run_continues_where_another_ended(tmp_path: Path, monkeypatch: Any, capsys: Any, end: str) -> None:
     """After two answers: the others are asked, and a line that was not written to its end. Then no model loads."""
     output, take = tmp_path / "out.jsonl", batch.Batch._take
     most = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -110,9 +110,7 @@ def test_an_open_server_needs_a_key() -> None:
         check_exposure(host, (), allow_no_key=False)
 
 
-def test_the_command_refuses_before_it_loads(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_refuses_before_it_loads(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("hf_paged.serving.server.Server.run", lambda self, sockets: None)  # it would serve for ever
     for argv, words in {
         ("--host", "0.0.0.0"): "--api-key", ("--api-key", " "): "API key is empty",
@@ -289,9 +287,7 @@ def test_requests_have_a_place_before_they_are_tokenized(monkeypatch: pytest.Mon
         assert encoded == ["first", "fourth"]
 
 
-def test_an_error_of_the_server_is_answered_as_every_other_one(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_server_is_answered_as_every_other_one(server: Running, monkeypatch: Any) -> None:
     def count() -> float:
         name = 'hf_paged:http_requests_total{route="/v1/completions",status="500"} '
         lines = server.http.get("/metrics").text.splitlines()
@@ -530,9 +526,7 @@ def test_what_is_nested_deeply_is_refused_before_it_is_used(server: Running, dep
         assert status == 200 if depth == 100 else status in (400, 422), (path, body.keys())
 
 
-def test_texts_that_would_be_read_for_seconds_are_refused_first(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_that_would_be_read_for_seconds_are_refused_first(server: Running, monkeypatch: Any) -> None:
     loads, fail = json.loads, pytest.fail
     monkeypatch.setattr(json, "loads", lambda data: loads(data) if isinstance(data, bytes) else fail("it was read"))
     many = "[1]," * 2**16
@@ -600,9 +594,7 @@ def test_what_clients_send_by_themselves_is_taken_and_logged_once(server: Runnin
     for answer in answers:
         for key in ("choices", "usage"):
             assert answer.get(key) == wanted.get(key)
-        texts = [
-            [part["text"] for part in item["content"]] for each in (answer, wanted) for item in each.get("output", ())
-        ]
+        texts = [[part["text"] for part in item["content"]] for x in (answer, wanted) for item in x.get("output", ())]
         assert texts[: len(texts) // 2] == texts[len(texts) // 2 :]
     names = [line.split("'")[1] for line in logged.lines]
     assert len(names) == len(set(names)) and set(UNUSED) <= set(names)

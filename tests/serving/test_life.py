@@ -172,9 +172,8 @@ def test_an_engine_that_dies() -> None:
         def die() -> Any:
             raise RuntimeError("out of order")
 
-        stream = running.client.completions.create(
-            model=NAME, **{k: v for k, v in LONG.items() if k != "ignore_eos"}, stream=True
-        )
+        asked = {k: v for k, v in LONG.items() if k != "ignore_eos"}
+        stream = running.client.completions.create(model=NAME, **asked, stream=True)
         next(stream)
         gate.wait()
         running.engine.step = die
@@ -187,12 +186,8 @@ def test_an_engine_that_dies() -> None:
         error = died.result(120)
         health = running.http.get("/health")
         assert health.status_code == 503 and "out of order" in health.json()["error"]["message"]
-        for answer in (
-            running.post("/v1/completions", prompt=PROMPT),
-            running.http.get("/ready"),
-            running.http.get("/metrics"),
-        ):
-            assert answer.status_code == 503
+        assert running.post("/v1/completions", prompt=PROMPT).status_code == 503
+        assert {running.http.get(path).status_code for path in ("/ready", "/metrics")} == {503}
         end(error)
         running.thread.join(120)
         assert not running.thread.is_alive()

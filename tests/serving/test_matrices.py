@@ -99,9 +99,7 @@ MATRIX = list(product((False, True), (None, 0, 3), (1, 2), (1, 2), (False, True)
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    ("echo", "logprobs", "num_prompts", "n", "as_ids", "stream"), MATRIX, ids=lambda value: str(value)[:1]
-)
+@pytest.mark.parametrize(("echo", "logprobs", "num_prompts", "n", "as_ids", "stream"), MATRIX, ids=lambda v: str(v)[:1])
 def test_completions(
     server: Running, echo: bool, logprobs: int | None, num_prompts: int, n: int, as_ids: bool, stream: bool
 ) -> None:
@@ -173,9 +171,7 @@ def test_chat(server: Running, logprobs: int | None, n: int, return_ids: bool | 
     assert ids == (rows if return_ids else [[]] * n)
     assert reasons == ["stop" if row[-1] == 2 else "length" for row in rows]
     for row, found in zip(rows, scores):
-        assert [each["token"] for each in found] == (
-            [] if logprobs is None else [tokenizer().decode([token]) for token in row]
-        )
+        assert [x["token"] for x in found] == ([] if logprobs is None else [tokenizer().decode([t]) for t in row])
         if found:
             assert b"".join(bytes(each["bytes"]) for each in found).decode() == tokenizer().decode(row)
         for place, each in enumerate(found):

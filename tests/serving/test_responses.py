@@ -68,9 +68,7 @@ def test_the_answer_is_that_of_a_chat(server: Running, form: str, options: dict[
     if stream:
         events = streamed(server, **fields)
         answer = events[-1].response
-        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == (
-            answer.output_text
-        )
+        assert "".join(x.delta for x in events if x.type == "response.output_text.delta") == answer.output_text
     else:
         answer = server.client.responses.create(model=NAME, **fields)
         ResponseObject.model_validate(answer.model_dump(exclude_unset=True))

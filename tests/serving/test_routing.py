@@ -89,9 +89,7 @@ def played(router: PrefixRouting[str], events: list[object]) -> dict[str, Ordere
         chain, replica = event  # type: ignore[misc]
         router.sent(chain, replica)
         newest = list(chain[: router._most_blocks])
-        held[replica] = (newest + [entry for entry in held.get(replica, []) if entry not in newest])[
-            : router._most_blocks
-        ]
+        held[replica] = (newest + [x for x in held.get(replica, []) if x not in newest])[: router._most_blocks]
     return {replica: OrderedDict.fromkeys(entries) for replica, entries in held.items()}
 
 

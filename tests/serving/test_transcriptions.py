@@ -89,9 +89,7 @@ def test_segments(server: Running) -> None:
         file=file, model=NAME, language="en", response_format="verbose_json", timestamp_granularities=["segment"]
     )
     assert (found.language, found.duration, found.usage.seconds) == ("english", seconds, 3)
-    assert [(each.text, each.start) for each in found.segments] == [
-        (chunk["text"], chunk["timestamp"][0] or 0.0) for chunk in chunks
-    ]
+    assert [(x.text, x.start) for x in found.segments] == [(c["text"], c["timestamp"][0] or 0.0) for c in chunks]
     assert [each.end for each in found.segments] == [
         seconds if chunk["timestamp"][1] is None else chunk["timestamp"][1] for chunk in chunks
     ]

@@ -13,7 +13,7 @@ import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,15 +37,15 @@ class Features:
     """Features of all placeholders of one kind in a prompt, in their order.
 
     pooled [num_placeholders, size]. deep: further features of the same shape, for several layers (None: the model has
-    none). in_list: whether the model expects a list of tensors, and not one. record: the class of its output. argument:
-    the argument of the model's forward in whose place they are given (None: `mm_encoder_outputs`). field: of the
-    record, where the model reads `pooled` (None: it reads `deep` alone). layers: which layers get `deep` (None: the
-    model knows).
+    none). shape: whether the model expects a list of tensors, one tensor of this shape, or one with a batch before it.
+    record: the class of its output. argument: the argument of the model's forward in whose place they are given (None:
+    `mm_encoder_outputs`). field: of the record, where the model reads `pooled` (None: it reads `deep` alone). layers:
+    which layers get `deep` (None: the model knows).
     """
 
     pooled: torch.Tensor
     deep: list[torch.Tensor] | None
-    in_list: bool
+    shape: Literal["list", "rows", "batch"]
     record: type
     argument: str | None = None
     field: str | None = "pooler_output"
@@ -71,7 +71,7 @@ class Features:
         return self.record(**fields)
 
     def _shaped(self, rows: torch.Tensor) -> Any:
-        return [rows] if self.in_list else rows[None]
+        return {"list": [rows], "rows": rows, "batch": rows[None]}[self.shape]
 
 
 def joined(parts: Sequence[Features]) -> Features:

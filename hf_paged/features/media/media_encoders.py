@@ -99,7 +99,9 @@ def features_of(output: Any) -> Features:
     layers = None if deep is None else [_flat(layer) for layer in deep]
     given = deep[0] if field is None else getattr(output, field)
     pooled = layers[0] if field is None and layers is not None else _flat(given)
-    return Features(pooled, layers, not torch.is_tensor(given), type(output), field=field, layers=numbers)
+    # As the model gives them to itself: its forward, and what others have put into it, may ask for the dimensions.
+    shape: Any = "list" if not torch.is_tensor(given) else "rows" if given.dim() == 2 else "batch"
+    return Features(pooled, layers, shape, type(output), field=field, layers=numbers)
 
 
 _FIELDS = ("pooler_output", "last_hidden_state")
