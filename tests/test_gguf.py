@@ -124,7 +124,9 @@ def test_weights_stay_in_the_codes_of_the_file(
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = known.generate(ids, **options)
     monkeypatch.setattr(Codes, "values", None)
-    assert model.get_input_embeddings().weight[3:9].equal(known.get_input_embeddings().weight[3:9])
+    for rows in (3, 9), ():
+        cut = [torch.ops.aten.slice(each.get_input_embeddings().weight, 0, *rows) for each in (model, known)]
+        assert cut[0].equal(cut[1])
     assert model.generate(ids, **options).equal(expected)
     assert model.generate(ids, cache_implementation="paged", **options).equal(expected)
     with hf_paged.Engine(model) as engine:

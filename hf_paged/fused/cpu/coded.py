@@ -92,7 +92,7 @@ class CodedWeight(torch.Tensor):
             return TransposedWeight(first)
         if func is _aten.slice.Tensor and not any(args[1:2]):
             # Whoever looks at some rows of a large embedding does not wait for its values.
-            rows = range(len(first))[slice(*args[2:])]
+            rows = range(len(first))[slice(*args[2:] or (None,))]
             return first.codes.columns_at(torch.tensor(rows, dtype=torch.int64, device=HOST)).to(first.dtype)
         if func._schema.is_mutable and (written := _written(func, args, kwargs)) is not None:
             raise _refusal(written, func)
