@@ -172,9 +172,8 @@ def load_model(
             return made.eval()
     if weights in _ACTIVATIONS:
         why = reason if form in CODED_FORMATS else "its weights are in no codes"
-        raise ValueError(
-            f"--weights {weights}: {checkpoint} cannot be read so ({why}); leave it out, or give w8{weights}"
-        )
+        other = f", or give w8{weights}" if form == GGUF or form not in CODED_FORMATS else ""
+        raise ValueError(f"--weights {weights}: {checkpoint} cannot be read so ({why}); leave it out{other}")
     if random_weights:
         chosen = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
         trusts = source.get("trust_remote_code", False)

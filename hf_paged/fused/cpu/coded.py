@@ -221,9 +221,11 @@ def keep_in_codes(model: nn.Module, form: Form, *, is_new: bool = False) -> None
 def round_activations(model: nn.Module, bits: int) -> None:
     """Let kernels round the rows, too, that they multiply with the model's weights in codes (`Form.activations`).
 
-    Raises ValueError for codes of a table, which are multiplied in fp32.
+    Raises ValueError for codes of a table, which are multiplied in fp32, and if no weights are in codes.
     """
     coded = [each for each in model.parameters() if isinstance(each, CodedWeight)]
+    if not coded:
+        raise ValueError("none of its weights can be kept in codes, with which rows would be rounded")
     if any(each.codes.form.table for each in coded):
         raise ValueError("its codes are numbers of values in a table, with which rows are multiplied in fp32")
     for each in coded:
