@@ -99,8 +99,8 @@ def of_torchao(fields: dict[str, Any], name: str, shape: Any, generator: Any, ab
     return (codes - zero) * scale, parts
 
 
-def write(folder: Path, fields: dict[str, Any]) -> Any:
-    """Write a random checkpoint; returns the model with the values of its codes."""
+def write(folder: Path, fields: dict[str, Any], **damaged: torch.Tensor) -> Any:
+    """Write a random checkpoint, but for damaged parts; returns the model with the values of its codes."""
     inner = 168 if fields["quant_method"] == "bitsandbytes" else 160  # 168: in blocks of 64, no whole groups of 16
     sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 96, "intermediate_size": inner, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
@@ -117,6 +117,7 @@ def write(folder: Path, fields: dict[str, Any]) -> Any:
         writer = {"bitsandbytes": of_bitsandbytes, "torchao": of_torchao}.get(fields["quant_method"], of_gptq)
         known[name], parts = writer(fields, name, weight.shape, generator, about)
         found |= parts
+    found |= {f"model.layers.1.mlp.up_proj.{part}": each for part, each in damaged.items()}
     save_file(found, folder / "model.safetensors", about)
     (folder / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": fields}, default=str))
     model.load_state_dict(known)
@@ -187,4 +188,12 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
     for fields, reason in ((GPTQ | {"group_size": 48}, "group_size=48 is"), (GPTQ | {"bits": 3}, "bits=3 and format")):
         (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
         with pytest.raises(ValueError, match=f"{reason}.*; save the dequantised model with the package"):
+            load_model(str(tmp_path), "float32", "cpu")
+    for case, part, content, reason in (
+        ("nf4", "weight.quant_map", torch.ones(3), "quant_map has 3 elements, and its weight needs 16; fetch"),
+        ("torchao", "_weight_scale", torch.ones(160, 1), "has 160 elements, and its weight needs 480; fetch"),
+        ("torchao", "_weight_qdata", torch.full((160, 96), -9, dtype=torch.int8), "codes beyond 4 bits; fetch"),
+    ):
+        write(tmp_path, CASES[case], **{part: content})
+        with pytest.raises(ValueError, match=reason):
             load_model(str(tmp_path), "float32", "cpu")
