@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,9 @@ def test_a_broken_file_is_one_line(tiny: Path, tmp_path: Path, capsys: pytest.Ca
         whole[:600]: r"cut off: at least \d of at least 60\d bytes are missing; fetch it again",
         whole[:6]: r"cut off: at least 2 of at least 8 bytes are missing; fetch it again",
         b"": r"it is no GGUF file: it begins with b'', not b'GGUF'; give another file",
+        struct.pack(
+            "<4sI3Q20sIQ5sQsIIQ", b"GGUF", 3, 1, 1, 20, b"general.architecture", 8, 5, b"llama", 1, b"t", 0, 0, 0
+        ): "",
         b"GGUF\x01" + whole[5:]: r"it is a GGUF file of version 1, not 2 or 3; convert the checkpoint again",
     }.items():
         broken.write_bytes(content)

@@ -107,7 +107,7 @@ def _reason(name: str, error: Exception) -> str:
             Header(Path(name))
         except ValueError as found:
             return str(found)
-        except (OSError, KeyError):  # no such file, or types of values that only transformers knows
+        except Exception:  # no such file, or anything else that the file says wrongly
             pass
     return _first_line(error)
 
