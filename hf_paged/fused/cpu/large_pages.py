@@ -4,7 +4,8 @@ A step reads every weight, and a file is mapped in pages of 4 KiB, for each of w
 layers of 1 to 24 rows took 1.1 to 1.3 times as long as from large pages (fp32, AVX2, Zen 4; benchmarks/HISTORY.md).
 
 The parameters stay the same objects, with the same values. What they leave is kept, because another thread may be
-computing with its addresses. It takes no memory that Linux could not use for something else: it is in the file.
+computing with its addresses. It takes no memory that Linux could not use for something else: it is in the file, but for
+pages that a program has written to.
 
 Knows parameters, not what is computed with them.
 """
