@@ -66,8 +66,9 @@ def _obstacle(coded: list[Any]) -> str | None:
         )
     if layouts or not coded:
         return f"torchao computes with its weights ({', '.join(sorted(layouts)) or 'its files do not say how'})"
-    if any(about["_data"]["activation_quantization"] is not None for about in coded):
-        return "torchao quantises its activations"
+    # Older versions have another field.
+    if any(about["_data"].get("activation_quantization", "unknown") is not None for about in coded):
+        return "torchao quantises its activations, or its version says nothing of that"
     return None
 
 
