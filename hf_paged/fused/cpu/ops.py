@@ -128,7 +128,7 @@ class LinearWeight(NamedTuple):
 
 
 _tables: dict[tuple[float, ...], torch.Tensor] = {}
-"""Those of all codes, which are few: kernels have their addresses."""
+"""The tables of all codes, which are few: kernels have their addresses."""
 
 
 def _table(values: tuple[float, ...]) -> torch.Tensor:
