@@ -13,12 +13,14 @@ Knows parameters, not what is computed with them.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from hf_paged.kernels.buffers import in_large_pages, mapped_files
+from hf_paged.locks import usable_after_fork
 from hf_paged.model.parameters import uses_of_memory
 from hf_paged.model.state import Slot
 
@@ -29,6 +31,16 @@ LEAST_BYTES = 1 << 25
 _ALIGNMENT = 64
 
 _left: Slot[list[torch.Tensor]] = Slot("weights in mapped files")
+# Of two engines that are made at once, the second one finds that the weights have moved.
+_moving = usable_after_fork(threading.Lock())
+
+
+def move_weights(model: nn.Module, layers: Iterable[nn.Linear], fits: Callable[[int], bool]) -> None:
+    """Move those weights of these layers of the model that may be moved, if so many bytes fit."""
+    with _moving:
+        movable = weights_in_files(layers)
+        if movable and fits(sum(weight.nbytes for weight in movable)):
+            move_to_large_pages(model, movable)
 
 
 def weights_in_files(layers: Iterable[nn.Linear]) -> list[torch.Tensor]:
