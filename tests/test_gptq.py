@@ -189,11 +189,14 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
         with pytest.raises(ValueError, match=f"{reason}.*; save the dequantised model with the package"):
             load_model(str(tmp_path), "float32", "cpu")
-    for case, part, content, reason in (
+    for name, part, content, reason in (
         ("nf4", "weight.quant_map", torch.ones(3), "quant_map has 3 elements, and its weight needs 16; fetch"),
         ("torchao", "_weight_scale", torch.ones(160, 1), "has 160 elements, and its weight needs 480; fetch"),
         ("torchao", "_weight_qdata", torch.full((160, 96), -9, dtype=torch.int8), "codes beyond 4 bits; fetch"),
     ):
-        write(tmp_path, CASES[case], **{part: content})
+        write(tmp_path, CASES[name], **{part: content})
         with pytest.raises(ValueError, match=reason):
             load_model(str(tmp_path), "float32", "cpu")
+    (file := tmp_path / "model.safetensors").write_bytes(file.read_bytes().replace(b"[97,96]", b"[97,95]"))
+    with pytest.raises(ValueError, match=r"bytes \d+ to \d+ of .* and needs 18430; fetch the file again"):
+        load_model(str(tmp_path), "float32", "cpu")

@@ -67,14 +67,19 @@ class Tensors:
         return list(self._where)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor of this name. Raises KeyError if there is none, ValueError for an unknown dtype."""
+        """Return the tensor of this name. Raises KeyError if there is none, ValueError for an unknown dtype, or if the
+        file has another number of bytes for it."""
         file, start, about = self._where[name]
         if (dtype := _DTYPES.get(about["dtype"])) is None:
             raise ValueError(f"{name} is of {about['dtype']}, which is not read here; known are {', '.join(_DTYPES)}")
+        begin, end = about["data_offsets"]
+        needed = math.prod(about["shape"]) * dtype.itemsize
+        if begin < 0 or end - begin != needed:
+            raise ValueError(f"{name} has bytes {begin} to {end} of {file} and needs {needed}; fetch the file again")
         made = buffers.empty(about["shape"], dtype)
         if made.numel():
             with file.open("rb", buffering=0) as opened:
-                opened.seek(start + about["data_offsets"][0])
+                opened.seek(start + begin)
                 memory: Any = made.flatten().view(torch.uint8).numpy()
                 left = memoryview(memory)
                 # A call may read less than it is asked for.
