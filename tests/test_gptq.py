@@ -96,8 +96,8 @@ def of_torchao(fields: dict[str, Any], name: str, shape: Any, generator: Any, ab
     return (codes - zero) * scale, parts
 
 
-def write(folder: Path, fields: dict[str, Any]) -> Any:
-    """Write a random checkpoint; returns the model with the values of its codes."""
+def write(folder: Path, fields: dict[str, Any], **damaged: torch.Tensor) -> Any:
+    """Write a random checkpoint, but for damaged parts; returns the model with the values of its codes."""
     inner = 168 if fields["quant_method"] == "bitsandbytes" else 160  # 168: in blocks of 64, no whole groups of 16
     sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 96, "intermediate_size": inner, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
@@ -112,6 +112,7 @@ def write(folder: Path, fields: dict[str, Any]) -> Any:
             parts = {name: torch.randn(weight.shape, generator=generator).half()}
             known[name] = parts[name].float()
         found |= parts
+    found |= {f"model.layers.1.mlp.up_proj.{part}": each for part, each in damaged.items()}
     save_file(found, folder / "model.safetensors", about)
     (folder / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": fields}, default=str))
     model.load_state_dict(known)
@@ -161,13 +162,14 @@ def test_what_the_package_writes(package: str, tmp_path: Path) -> None:
 def test_what_is_not_read_is_named(tmp_path: Path) -> None:
     for case, reason in (
         (CASES["torchao"] | {"type": "Int4TilePackedTo4dTensor"}, "weights are Int4TilePackedTo4dTensor of torchao"),
-        (CASES["nf4"], "--weights a16: .*: its codes are numbers of values in a table, .*; leave it out"),
+        (CASES["nf4"], "--weights a16: .*: its codes are numbers of values in a table, .*; leave it out$"),
+        (CASES["act-order"], "--weights a16: .*: none of its weights can be kept in codes, .*; leave it out$"),
     ):
         write(tmp_path, case)
         with pytest.raises(ValueError, match=reason):
             load_model(str(tmp_path), "float32", "cpu", weights="a16")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"--weights a16: .* cannot be read so \(its weights are not in safetensors\)"):
+    with pytest.raises(ValueError, match=r"--weights a16: .* \(its weights are not in safetensors\); leave it out$"):
         load_model(str(tmp_path), "float32", "cpu", weights="a16")
     write(tmp_path, AWQ)
     with pytest.raises(ValueError, match=r"--weights int4: .* is in awq already; leave it out"):
@@ -177,3 +179,14 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
         with pytest.raises(ValueError, match=f"{reason}.*; save the dequantised model with the package"):
             load_model(str(tmp_path), "float32", "cpu")
+    for name, part, content, reason in (
+        ("nf4", "weight.quant_map", torch.ones(3), "quant_map has 3 elements, and its weight needs 16; fetch"),
+        ("torchao", "_weight_scale", torch.ones(160, 1), "has 160 elements, and its weight needs 480; fetch"),
+        ("torchao", "_weight_qdata", torch.full((160, 96), -9, dtype=torch.int8), "codes beyond 4 bits; fetch"),
+    ):
+        write(tmp_path, CASES[name], **{part: content})
+        with pytest.raises(ValueError, match=reason):
+            load_model(str(tmp_path), "float32", "cpu")
+    (file := tmp_path / "model.safetensors").write_bytes(file.read_bytes().replace(b"[97,96]", b"[97,95]"))
+    with pytest.raises(ValueError, match=r"bytes \d+ to \d+ of .* and needs 18430; fetch the file again"):
+        load_model(str(tmp_path), "float32", "cpu")

@@ -68,7 +68,8 @@ def bind(
         )
     if report.has_encoder:
         memory = PagedMemory(cache_config.block_size, 1, storage=storage)
-        return EncoderRows(model, memory, gathers=report.gathers, overrides=overrides_for_rows(model, is_call=False))
+        overrides = overrides_for_rows(model, is_call=False, prepack=switches.prepack)
+        return EncoderRows(model, memory, gathers=report.gathers, overrides=overrides)
     if report.engine_only:
         kept = "keeps no K/V" if report.encodes else "keeps states of a fixed size and no K/V"
         _refuse_blocks(f"{type(model).__name__} {kept}, so that", cache_config, scheduler_config)
@@ -78,7 +79,8 @@ def bind(
     layout = NOTHING if report.engine_only else WHOLE
     memory = PagedMemory(cache_config.block_size, len(layout.groups), layout=layout, storage=storage)
     # With batch_invariant, `OneOrder` replaces operators of torch, which overrides would hide from it.
-    overrides = [] if scheduler_config.batch_invariant else overrides_for_rows(model, is_call=False)
+    is_invariant, prepack = scheduler_config.batch_invariant, switches.prepack
+    overrides = [] if is_invariant else overrides_for_rows(model, is_call=False, prepack=prepack)
     return bind_rows(model, memory, tried, overrides)
 
 

@@ -55,9 +55,10 @@ def overrides_for_calls(model: Model) -> list[Override]:
 
 
 @without_modes()
-def overrides_for_rows(model: Model, *, is_call: bool) -> list[Override]:
-    """Overrides for forwards in which sequences are rows of a batch. is_call: of `generate`, not of an engine."""
-    linears = layers_for_calls(model) if is_call else layers_for_engine(model, None)
+def overrides_for_rows(model: Model, *, is_call: bool, prepack: bool | None = None) -> list[Override]:
+    """Overrides for forwards in which sequences are rows of a batch. is_call: of `generate`, not of an engine, which
+    has this `prepack`."""
+    linears = layers_for_calls(model) if is_call else layers_for_engine(model, prepack)
     return [override for override in (native_layers(model), linears) if override is not None]
 
 

@@ -6,6 +6,7 @@ from which the checkpoint was made."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 
 from hf_paged.fused.cpu.groups import Form, Heads, Kind
-from hf_paged.serving.coded_layers import Sorted, Tensors, common_size, load_layers, plain_ones
+from hf_paged.serving.coded_layers import Sorted, Tensors, check_length, common_size, load_layers, plain_ones
 from hf_paged.serving.stored_codes import Stored, takes_codes
 
 # What marks a weight in codes, and is followed by the name of its format.
 _MARK = ".quant_state.bitsandbytes__"
-_PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+_PARTS, _NESTED = ("", ".absmax", ".quant_map"), (".nested_absmax", ".nested_quant_map")
 # Columns of a weight that are unpacked together.
 _TOGETHER = 512
 
@@ -38,7 +39,7 @@ def _sorted(dtype: torch.dtype, model: Any, tensors: Tensors) -> Sorted | str:
     state: dict[str, torch.Tensor] = {}
     stored, plain = {}, 0
     coded = {name.partition(_MARK)[0]: name for name in tensors.names if _MARK in name}
-    of_codes = {owner + part for owner in coded for part in _PARTS}
+    of_codes = {owner + part for owner in coded for part in _PARTS + _NESTED}
     for target, name in coded.items():
         weight = _Weight(target, name, tensors)
         if not takes_codes(model, target, weight.shape):
@@ -65,7 +66,7 @@ class _Weight:
     def __init__(self, target: str, name: str, tensors: Tensors) -> None:
         self.kind = name.partition(_MARK)[2]
         about = json.loads(bytes(tensors.read(name).tolist()))
-        parts = tensors.parts(target, _PARTS)
+        parts = tensors.parts(target, _PARTS, _NESTED)
         self.shape: tuple[int, int] = tuple(about["shape"])
         self.table: tuple[float, ...] = tuple(parts[".quant_map"].tolist())
         self._block: int = about["blocksize"]
@@ -73,6 +74,10 @@ class _Weight:
         # Bytes, in whatever dtype they were kept.
         self._bytes = parts[""].flatten().view(torch.uint8)
         self._scales = parts[".absmax"]
+        count = math.prod(self.shape)
+        check_length(target, 2 * len(self._bytes), count)
+        check_length(f"{target}.absmax", len(self._scales), -(-count // self._block))
+        check_length(f"{target}.quant_map", len(self.table), 16)
         if ".nested_absmax" in parts:
             outer = parts[".nested_absmax"].repeat_interleave(about["nested_blocksize"])[: len(self._scales)]
             # In the order of bitsandbytes, whose scales have the same bits.

@@ -107,7 +107,7 @@ def _reason(name: str, error: Exception) -> str:
             Header(Path(name))
         except ValueError as found:
             return str(found)
-        except (OSError, KeyError):  # no such file, or types of values that only transformers knows
+        except Exception:  # no such file, or anything else that the file says wrongly
             pass
     return _first_line(error)
 
@@ -172,9 +172,8 @@ def load_model(
             return made.eval()
     if weights in _ACTIVATIONS:
         why = reason if form in CODED_FORMATS else "its weights are in no codes"
-        raise ValueError(
-            f"--weights {weights}: {checkpoint} cannot be read so ({why}); leave it out, or give w8{weights}"
-        )
+        other = f", or give w8{weights}" if form == GGUF or form not in CODED_FORMATS else ""
+        raise ValueError(f"--weights {weights}: {checkpoint} cannot be read so ({why}); leave it out{other}")
     if random_weights:
         chosen = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
         trusts = source.get("trust_remote_code", False)

@@ -67,14 +67,19 @@ class Tensors:
         return list(self._where)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor of this name. Raises KeyError if there is none, ValueError for an unknown dtype."""
+        """Return the tensor of this name. Raises KeyError if there is none, ValueError for an unknown dtype, or if the
+        file has another number of bytes for it."""
         file, start, about = self._where[name]
         if (dtype := _DTYPES.get(about["dtype"])) is None:
             raise ValueError(f"{name} is of {about['dtype']}, which is not read here; known are {', '.join(_DTYPES)}")
+        begin, end = about["data_offsets"]
+        needed = math.prod(about["shape"]) * dtype.itemsize
+        if begin < 0 or end - begin != needed:
+            raise ValueError(f"{name} has bytes {begin} to {end} of {file} and needs {needed}; fetch the file again")
         made = buffers.empty(about["shape"], dtype)
         if made.numel():
             with file.open("rb", buffering=0) as opened:
-                opened.seek(start + about["data_offsets"][0])
+                opened.seek(start + begin)
                 memory: Any = made.flatten().view(torch.uint8).numpy()
                 left = memoryview(memory)
                 # A call may read less than it is asked for.
@@ -84,9 +89,12 @@ class Tensors:
                 raise ValueError(f"{file} ends within {name}")
         return made
 
-    def parts(self, owner: str, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Return those of the tensors `owner` + name that exist, by their names."""
-        return {name: self.read(owner + name) for name in names if owner + name in self._where}
+    def parts(self, owner: str, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+        """Return the tensors `owner` + name, and those of the optional ones that exist, by their names. Raises
+        ValueError if there is none of a name."""
+        if missing := [owner + name for name in names if owner + name not in self._where]:
+            raise ValueError(f"{missing[0]} is missing, without which codes have no values; fetch the checkpoint again")
+        return {name: self.read(owner + name) for name in (*names, *optional) if owner + name in self._where}
 
 
 def load_layers(
@@ -118,6 +126,12 @@ def load_layers(
     with contextlib.suppress(OSError):
         loaded.generation_config = GenerationConfig.from_pretrained(checkpoint, **source)
     return loaded, summary(found.stored) + found.others
+
+
+def check_length(name: str, found: int, least: int) -> None:
+    """Raise ValueError if a tensor has fewer elements than the file says of its weight."""
+    if found < least:
+        raise ValueError(f"{name} has {found} elements, and its weight needs {least}; fetch the checkpoint again")
 
 
 def common_size(*lengths: int) -> int:

@@ -12,7 +12,7 @@ from hf_paged.fused.cpu.groups import SIZES, Form, Heads, Kind
 from hf_paged.serving.coded_layers import Sorted, Tensors, load_layers, plain_ones
 from hf_paged.serving.stored_codes import Stored, takes_codes
 
-_PARTS = ("qweight", "qzeros", "scales", "g_idx")  # tensors of a layer
+_PARTS, _INDEX = ("qweight", "qzeros", "scales"), "g_idx"  # tensors of a layer
 # Columns of a weight that are unpacked together.
 _TOGETHER = 512
 # Where AWQ keeps the columns of eight in 32 bits.
@@ -62,7 +62,7 @@ def _sorted(of: _Format, dtype: torch.dtype, model: Any, tensors: Tensors) -> So
     for name in tensors.names:
         owner, _, last = name.rpartition(".")
         target = f"{owner}.weight"
-        if last not in _PARTS:
+        if last not in (*_PARTS, _INDEX):
             state[name] = tensors.read(name)
         if last != "qweight":
             continue
@@ -94,7 +94,7 @@ class _Weight:
 
     def __init__(self, of: _Format, parts: Mapping[str, torch.Tensor]) -> None:
         self._of, self._words, self._scales = of, parts["qweight"], parts["scales"]
-        self._zero_words, self._index = parts["qzeros"], parts.get("g_idx")
+        self._zero_words, self._index = parts["qzeros"], parts.get(_INDEX)
         per_word = 32 // of.bits
         rows, columns = self._words.shape
         self.shape = (columns * per_word, rows) if of.method == "awq" else (columns, rows * per_word)
@@ -103,7 +103,7 @@ class _Weight:
     @classmethod
     def read(cls, of: _Format, owner: str, tensors: Tensors) -> _Weight:
         """Read the weight of this layer."""
-        return cls(of, tensors.parts(f"{owner}.", _PARTS))
+        return cls(of, tensors.parts(f"{owner}.", _PARTS, (_INDEX,)))
 
     def is_exact(self) -> bool:
         """Return True if the codes can be kept: groups are in the order of the depth, scales in fp16."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from hf_paged.fused.cpu.groups import Form, Heads, Kind
-from hf_paged.serving.coded_layers import Sorted, Tensors, common_size, load_layers, plain_ones
+from hf_paged.serving.coded_layers import Sorted, Tensors, check_length, common_size, load_layers, plain_ones
 from hf_paged.serving.stored_codes import Stored, takes_codes
 
-_PARTS = ("_weight_qdata", "_weight_scale", "_weight_zero_point")
+_PARTS, _ZERO = ("_weight_qdata", "_weight_scale"), "_weight_zero_point"
 _READ = "IntxUnpackedToInt8Tensor"
 # Bits of a code, by the dtype that torchao names.
 _BITS = {f"int{bits}": 4 if bits <= 4 else 8 for bits in range(1, 9)}
@@ -43,7 +43,7 @@ def _sorted(dtype: torch.dtype, model: Any, tensors: Tensors) -> Sorted | str:
     state: dict[str, torch.Tensor] = {}
     stored, plain, of_codes = {}, 0, set()
     for target, about in coded.items():
-        of_codes |= {_prefix(target) + part for part in _PARTS}
+        of_codes |= {_prefix(target) + part for part in (*_PARTS, _ZERO)}
         weight = _Weight(target, about["_data"], tensors)
         if not takes_codes(model, target, weight.shape):
             return f"{target} has codes for {weight.shape}, and the model no linear layer of this name and size"
@@ -66,8 +66,9 @@ def _obstacle(coded: list[Any]) -> str | None:
         )
     if layouts or not coded:
         return f"torchao computes with its weights ({', '.join(sorted(layouts)) or 'its files do not say how'})"
-    if any(about["_data"]["activation_quantization"] is not None for about in coded):
-        return "torchao quantises its activations"
+    # Older versions have another field.
+    if any(about["_data"].get("activation_quantization", "unknown") is not None for about in coded):
+        return "torchao quantises its activations, or its version says nothing of that"
     return None
 
 
@@ -93,14 +94,16 @@ class _Weight:
     """A weight [columns, depth] of the file."""
 
     def __init__(self, target: str, about: Any, tensors: Tensors) -> None:
-        parts = tensors.parts(_prefix(target), _PARTS)
+        parts = tensors.parts(_prefix(target), _PARTS, (_ZERO,))
         self._data, self._scale = parts["_weight_qdata"], parts["_weight_scale"].float()
-        self._zero = parts.get("_weight_zero_point")
+        self._zero = parts.get(_ZERO)
         self._group: int = about["block_size"][-1]
         self.kind: str = f"torchao's {about['target_dtype']['_data']}"
         self._bits = _BITS[about["target_dtype"]["_data"]]
         self._size = common_size(self._group)
         self.shape: tuple[int, int] = (self._data.shape[0], self._data.shape[1])
+        for each in (self._scale, self._zeros()):
+            check_length(f"{target}'s scale or zero point", each.numel(), self._data.numel() // self._group)
 
     def form(self) -> Form | None:
         """Return the form of codes that keeps all values; None if there is none."""
@@ -118,9 +121,12 @@ class _Weight:
         scale, zero = (each.repeat_interleave(self._group // self._size, 1) for each in (self._scale, self._zeros()))
         for first in range(0, self.shape[0], _TOGETHER):
             some = slice(first, first + _TOGETHER)
-            codes = (self._data[some].short() + middle).to(torch.uint8)
+            codes = self._data[some].short() + middle
+            # One that is longer would write over its neighbours.
+            if codes.numel() and codes.max() >> self._bits | codes.min() >> self._bits:
+                raise ValueError(f"it has codes beyond {self._bits} bits; fetch the checkpoint again")
             heads = Heads(scale[some]) if has_table else Heads(scale[some].half(), zero[some].half() + middle)
-            yield first, codes, heads
+            yield first, codes.to(torch.uint8), heads
 
     def values(self) -> torch.Tensor:
         """Return the weight: fp32 [columns, depth]."""

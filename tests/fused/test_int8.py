@@ -101,7 +101,7 @@ def of_file(kind: str, columns: int, depth: int) -> groups.Codes:
     return made
 
 
-FORMS = [groups.Form(bits, size) for bits in (4, 8) for size in groups.SIZES]
+FORMS = [groups.Form(bits, size) for bits in (4, 8) for size in (16, *groups.SIZES)]  # files have 16 too
 
 
 def in_eight_bits(rows: torch.Tensor, size: int) -> torch.Tensor:

@@ -148,6 +148,25 @@ def test_engines_move_weights_out_of_their_file(tmp_path: Path, monkeypatch: pyt
     assert all(parameter is before[name] and parameter.requires_grad for name, parameter in model.named_parameters())
 
 
+@pytest.mark.parametrize("prepack", [False, None])
+def test_models_that_run_as_rows_move_theirs_too(
+    prepack: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large_pages, "LEAST_BYTES", 1)
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "d_model": 64,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "decoder_ffn_dim": 64,
+    }
+    transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)).save_pretrained(tmp_path)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with hf_paged.Engine(model, hf_paged.CacheConfig(num_blocks=16), prepack=prepack):
+        weight = model.model.decoder.layers[0].fc1.weight
+        assert any(weight.data_ptr() in file for file in mapped_files()) == (prepack is False)
+
+
 def test_layers_are_tried_on_few_tokens_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = note_calls(monkeypatch, fused_decoder.Layer, "_try", lambda layer, hidden, kwargs: hidden.shape[1])
     steps = note_calls(monkeypatch, fused_overrides, "_try_on_few_tokens", lambda *args: 1)

@@ -92,7 +92,7 @@ class CodedWeight(torch.Tensor):
             return TransposedWeight(first)
         if func is _aten.slice.Tensor and not any(args[1:2]):
             # Whoever looks at some rows of a large embedding does not wait for its values.
-            rows = range(len(first))[slice(*args[2:])]
+            rows = range(len(first))[slice(*args[2:] or (None,))]
             return first.codes.columns_at(torch.tensor(rows, dtype=torch.int64, device=HOST)).to(first.dtype)
         if func._schema.is_mutable and (written := _written(func, args, kwargs)) is not None:
             raise _refusal(written, func)
@@ -221,9 +221,11 @@ def keep_in_codes(model: nn.Module, form: Form, *, is_new: bool = False) -> None
 def round_activations(model: nn.Module, bits: int) -> None:
     """Let kernels round the rows, too, that they multiply with the model's weights in codes (`Form.activations`).
 
-    Raises ValueError for codes of a table, which are multiplied in fp32.
+    Raises ValueError for codes of a table, which are multiplied in fp32, and if no weights are in codes.
     """
     coded = [each for each in model.parameters() if isinstance(each, CodedWeight)]
+    if not coded:
+        raise ValueError("none of its weights can be kept in codes, with which rows would be rounded")
     if any(each.codes.form.table for each in coded):
         raise ValueError("its codes are numbers of values in a table, with which rows are multiplied in fp32")
     for each in coded:

@@ -4,7 +4,8 @@ A step reads every weight, and a file is mapped in pages of 4 KiB, for each of w
 layers of 1 to 24 rows took 1.1 to 1.3 times as long as from large pages (fp32, AVX2, Zen 4; benchmarks/HISTORY.md).
 
 The parameters stay the same objects, with the same values. What they leave is kept, because another thread may be
-computing with its addresses. It takes no memory that Linux could not use for something else: it is in the file.
+computing with its addresses. It takes no memory that Linux could not use for something else: it is in the file, but for
+pages that a program has written to.
 
 Knows parameters, not what is computed with them.
 """
@@ -12,12 +13,14 @@ Knows parameters, not what is computed with them.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from hf_paged.kernels.buffers import in_large_pages, mapped_files
+from hf_paged.locks import usable_after_fork
 from hf_paged.model.parameters import uses_of_memory
 from hf_paged.model.state import Slot
 
@@ -28,6 +31,16 @@ LEAST_BYTES = 1 << 25
 _ALIGNMENT = 64
 
 _left: Slot[list[torch.Tensor]] = Slot("weights in mapped files")
+# Of two engines that are made at once, the second one finds that the weights have moved.
+_moving = usable_after_fork(threading.Lock())
+
+
+def move_weights(model: nn.Module, layers: Iterable[nn.Linear], fits: Callable[[int], bool]) -> None:
+    """Move those weights of these layers of the model that may be moved, if so many bytes fit."""
+    with _moving:
+        movable = weights_in_files(layers)
+        if movable and fits(sum(weight.nbytes for weight in movable)):
+            move_to_large_pages(model, movable)
 
 
 def weights_in_files(layers: Iterable[nn.Linear]) -> list[torch.Tensor]:

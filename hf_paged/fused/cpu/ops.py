@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -128,9 +127,15 @@ class LinearWeight(NamedTuple):
         return (0, False) if self.int8 is None else (self.int8.scales.data_ptr(), self.int8.rounds)
 
 
-@cache  # kernels have the addresses of the few tables
+_tables: dict[tuple[float, ...], torch.Tensor] = {}
+"""The tables of all codes, which are few: kernels have their addresses."""
+
+
 def _table(values: tuple[float, ...]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=buffers.HOST)
+    if (known := _tables.get(values)) is not None:
+        return known
+    # The one that another thread has just made stays: `functools.cache` would let go of it.
+    return _tables.setdefault(values, torch.tensor(values, dtype=torch.float32, device=buffers.HOST))
 
 
 def _address(tensor: torch.Tensor | None) -> int:

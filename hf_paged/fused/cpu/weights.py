@@ -28,7 +28,7 @@ from hf_paged.fused.cpu import ops as fused_ops
 from hf_paged.fused.cpu.coded import CodedWeight, coded_weight, keep_in_codes
 from hf_paged.fused.cpu.groups import SIZES, Form
 from hf_paged.fused.cpu.int8 import Int8Weight, as_int8, int8_weight
-from hf_paged.fused.cpu.large_pages import move_to_large_pages, weights_in_files
+from hf_paged.fused.cpu.large_pages import move_weights
 from hf_paged.integration.attention import in_packed_step
 from hf_paged.kernels.buffers import has_memory, in_large_pages
 from hf_paged.model.overrides import Overrides, Patch, foreign_forward, mark, uncompiled_modules
@@ -81,9 +81,7 @@ def layers_for_engine(model: Any, prepack: bool | None) -> LinearLayers | None:
     if obstacle is None and (prepack or (prepack is None and _pays(layers))):
         return _with_copies(model, layers, Copies.PACKED)
     if prepack is None:
-        movable = weights_in_files(filter(_is_read_in_place, layers))
-        if movable and fits(sum(weight.nbytes for weight in movable)):
-            move_to_large_pages(model, movable)
+        move_weights(model, filter(_is_read_in_place, layers), fits)
     return _without_copies(model, layers)
 
 

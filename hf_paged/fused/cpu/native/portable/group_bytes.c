@@ -232,7 +232,8 @@ static void byte_rows(const void *arguments, int64_t first, int64_t last, int64_
 }
 #endif
 
-int hfp_has_bytes(int64_t bits) { return HAS_VNNI || (W >= 8 && bits == 4); }
+/* Groups of 16 codes of 4 bits are less than LINES. */
+int hfp_has_bytes(int64_t bits, int64_t group) { return group * bits >= 128 && (HAS_VNNI || (W >= 8 && bits == 4)); }
 
 void hfp_linear_bytes(Groups g) {
 #if W >= 8

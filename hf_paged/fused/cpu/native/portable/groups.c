@@ -512,7 +512,7 @@ void hfp_linear_groups(const void *linear, int dtype, int in_one_order) {
         return;
     }
     Groups g = groups_of(l, dtype);
-    if (g.is_coarse && hfp_has_bytes(g.bits)) {
+    if (g.is_coarse && hfp_has_bytes(g.bits, g.group)) {
         hfp_linear_bytes(g);
         return;
     }

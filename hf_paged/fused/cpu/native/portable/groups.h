@@ -94,7 +94,8 @@ INLINE int64_t panel_bytes(const Groups *g) {
     return heads + g->groups * 2 * g->group * g->bits;
 }
 
-/* group_bytes.c: whether the CPU multiplies bytes with codes of so many bits, and all sums of rows in 8 bits then. */
-int hfp_has_bytes(int64_t bits);
+/* group_bytes.c: whether the CPU multiplies bytes with codes of so many bits, in groups of this length, and all sums of
+ * rows in 8 bits then. */
+int hfp_has_bytes(int64_t bits, int64_t group);
 void hfp_linear_bytes(Groups g);
 #endif
