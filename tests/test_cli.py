@@ -429,11 +429,8 @@ def test_interrupt() -> None:
 
 def test_interrupt_of_code_from_a_string(tmp_path: Path) -> None:
     # Python's dataclasses run such code on import. Without care, the process kills itself by SIGINT at its end.
-    lines = (
-        "from hf_paged.cli import main",
-        "main.command = lambda *_, **__: exec('raise KeyboardInterrupt')",
-        "main.program()",
-    )
-    (tmp_path / "interrupted.py").write_text("\n".join(lines))
+    command = "lambda *_, **__: exec('raise KeyboardInterrupt')"
+    code = f"from hf_paged.cli import main\nmain.command = {command}\nmain.program()"
+    (tmp_path / "interrupted.py").write_text(code)
     done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip()) == (130, "hf-paged: interrupted")

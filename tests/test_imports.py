@@ -31,13 +31,9 @@ LAYERS = {
     "bridges": 9, "load": 9, "rollouts": 10, "plugin": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
 OF_OTHERS = {
-    "encoder_decoder": {"fused", "rows"},
-    "fused": {"rows", "watch"},
-    "graphs": {"watch"},
-    "ranks": {"graphs"},
-    "rows": {"media", "watch"},
-    "speculation": {"adapters", "fused", "ranks", "watch"},
-}
+    "encoder_decoder": {"fused", "rows"}, "fused": {"rows", "watch"}, "graphs": {"watch"}, "ranks": {"graphs"},
+    "rows": {"media", "watch"}, "speculation": {"adapters", "fused", "ranks", "watch"},
+}  # fmt: skip
 """The features that a feature imports."""
 PURE = [
     "hf_paged.sockets", "hf_paged.registry", "hf_paged.config", "hf_paged.errors",
@@ -157,17 +153,14 @@ def test_the_core_of_an_engine_names_no_feature(name: str, most: int) -> None:
 NOT_OF_THE_CORE = r"(?i)encoder|media|image|video|audio|checkpoint|recurrent|specul|adapter"
 """What features are about. (A draft is a part of any step, which the core verifies, whoever makes it.)"""
 NAMED = {
-    "is_encoder_decoder": "of transformers' configs",
-    "EncoderDecoderCache": "of transformers",
+    "is_encoder_decoder": "of transformers' configs", "EncoderDecoderCache": "of transformers",
     "PREPARE_ENCODER": "the name of a method of transformers, which its versions call otherwise",
-    "ENCODES_MEDIA": "what transformers has since a version",
-    "has_encoder": "a field of `check`, which users read",
-    "encoder_inputs": "a figure of `Engine.stats`, which users read",
-    "encoder_hits": "the same",
+    "ENCODES_MEDIA": "what transformers has since a version", "has_encoder": "a field of `check`, which users read",
+    "encoder_inputs": "a figure of `Engine.stats`, which users read", "encoder_hits": "the same",
     "adapter": "an argument of `Engine.add_request`",
     "adapters": "a field of `Parts`, which executors read; of PEFT, in refusals",
     "_adapters": "layers of PEFT, in `model/picture.py`",
-}
+}  # fmt: skip
 """The names in the core that are about a feature all the same, and why."""
 
 

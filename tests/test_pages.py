@@ -29,15 +29,12 @@ ROOT = Path(__file__).parent.parent
 PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 DOCS = [name for name in PAGES if name != "README"]
 NOT_RUN = {
-    "images": ["needs a model that takes images", "needs a model that takes images"],
-    "parallel": ["needs torchrun"],
-    "programs": ["needs sentence-transformers"],
-    "requests": ["needs Anthropic's client"],
-    "quantised": ["needs torchao"],
-    "speech": ["needs a model of speech"],
+    "images": ["needs a model that takes images", "needs a model that takes images"], "parallel": ["needs torchrun"],
+    "programs": ["needs sentence-transformers"], "requests": ["needs Anthropic's client"],
+    "quantised": ["needs torchao"], "speech": ["needs a model of speech"],
     "training": ["trains for a minute", "trains for a minute", "needs processes"],
     "translate": ["needs a model of speech"],
-}
+}  # fmt: skip
 MOST_BYTES = 15_000
 GENERATED = "<!-- Written by "
 ADDRESS = "http://127.0.0.1:8000"

@@ -47,11 +47,9 @@ TRAINERS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "GKD": ("gkd", {"max_new_tokens": 12, "lmbda": 1.0}, "answers", ("teacher_model",)),
     "GOLD": ("gold", LENGTH | {"lmbda": 1.0}, "answers", ("teacher_model",)),
     "OnlineDPO": ("online_dpo", {"max_new_tokens": 12}, "chat", ("reward_funcs",)),
-    "SDPO": ("sdpo", LENGTH | GROUPS, "context", ("reward_funcs",)),
-    "SDFT": ("sdft", LENGTH, "context", ()),
-    "A2PO": ("a2po", LENGTH, "text", ("reward_funcs",)),
-    "IWOPD": ("iw_opd", LENGTH, "answers", ("teacher_model",)),
-}
+    "SDPO": ("sdpo", LENGTH | GROUPS, "context", ("reward_funcs",)), "SDFT": ("sdft", LENGTH, "context", ()),
+    "A2PO": ("a2po", LENGTH, "text", ("reward_funcs",)), "IWOPD": ("iw_opd", LENGTH, "answers", ("teacher_model",)),
+}  # fmt: skip
 """Module, options, data and arguments of each trainer that generates in its own process."""
 pytestmark = pytest.mark.filterwarnings("ignore")
 

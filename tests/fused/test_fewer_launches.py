@@ -166,13 +166,12 @@ def test_other_devices() -> None:
 
 PLACES: dict[str, Callable[[Any], nn.Module]] = {
     "linear": lambda model: model.model.layers[1].mlp.down_proj,
-    "activation": lambda model: model.model.layers[1].mlp.act_fn,
-    "mlp": lambda model: model.model.layers[1].mlp,
+    "activation": lambda model: model.model.layers[1].mlp.act_fn, "mlp": lambda model: model.model.layers[1].mlp,
     "attention": lambda model: model.model.layers[1].self_attn,
     "norm of heads": lambda model: model.model.layers[1].self_attn.q_norm,
     "norm in a layer": lambda model: model.model.layers[1].post_attention_layernorm,
     "layer": lambda model: model.model.layers[1],
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -149,17 +149,11 @@ def test_engines_move_weights_out_of_their_file(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("prepack", [False, None])
-def test_models_that_run_as_rows_move_theirs_too(
-    prepack: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_that_run_as_rows_move_theirs_too(prepack: bool | None, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(large_pages, "LEAST_BYTES", 1)
     sizes: dict[str, Any] = {
-        "vocab_size": 97,
-        "d_model": 64,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "decoder_ffn_dim": 64,
-    }
+        "vocab_size": 97, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "decoder_ffn_dim": 64,
+    }  # fmt: skip
     transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)).save_pretrained(tmp_path)
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float32)
     with hf_paged.Engine(model, hf_paged.CacheConfig(num_blocks=16), prepack=prepack):

@@ -17,8 +17,7 @@ from tests import models
 STOPS = list(range(3, 20))  # EOS ids, so many that requests end early and apart
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "greedy with eos": {"eos_token_id": STOPS},
+    "greedy": {}, "greedy with eos": {"eos_token_id": STOPS},
     "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 4, "eos_token_id": STOPS},
     "sample": {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 1},
     "four samples": {"do_sample": True, "num_return_sequences": 4, "top_k": 8, "eos_token_id": STOPS, "seed": 2},
@@ -29,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "beams, never": {"num_beams": 3, "early_stopping": "never", "eos_token_id": STOPS},
     "beams, processors": {"num_beams": 3, "num_return_sequences": 3, "repetition_penalty": 1.5},
     "beam sampling": {"num_beams": 3, "num_return_sequences": 2, "do_sample": True, "seed": 4},
-}
+}  # fmt: skip
 
 
 def config(name: str, **changes: Any) -> GenerationConfig:

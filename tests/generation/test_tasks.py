@@ -31,10 +31,8 @@ def labelled(family: str, kind: str = "SequenceClassification", num_labels: int 
 
 def test_dimensions_of_a_head_on_a_projection() -> None:
     narrow = {"word_embed_proj_dim": 16, "hidden_size": 32, "ffn_dim": 32, "num_attention_heads": 4, "vocab_size": 99}
-    model = transformers.OPTForCausalLM(
-        transformers.OPTConfig(**narrow, num_hidden_layers=1, max_position_embeddings=64)
-    ).eval()
-    with Engine(model, MEMORY) as engine:
+    config = transformers.OPTConfig(**narrow, num_hidden_layers=1, max_position_embeddings=64)
+    with Engine(transformers.OPTForCausalLM(config).eval(), MEMORY) as engine:
         assert [len(each) for each in engine.embed(PROMPTS, dimensions=16)] == [16] * len(PROMPTS)
         with pytest.raises(ValueError, match="dimensions=17: a vector of this model has 16"):
             engine.embed(PROMPTS, dimensions=17)

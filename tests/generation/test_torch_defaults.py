@@ -26,9 +26,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top-k and top-p": {"do_sample": True, "top_k": 30, "top_p": 0.9},
     "min-p": {"do_sample": True, "top_k": 0, "min_p": 0.05, "repetition_penalty": 1.2},
     "several": {"do_sample": True, "top_k": 30, "num_return_sequences": 2},
-    "beams": {"do_sample": False, "num_beams": 3},
-    "drawn beams": {"do_sample": True, "num_beams": 2, "top_k": 20},
-}
+    "beams": {"do_sample": False, "num_beams": 3}, "drawn beams": {"do_sample": True, "num_beams": 2, "top_k": 20},
+}  # fmt: skip
 OF_GENERATE = ("return_dict_in_generate", "output_scores")
 BATCH, PROMPTS = models.batch(5, 30, 1), models.prompts(3, 40, 17)
 

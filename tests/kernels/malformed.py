@@ -101,15 +101,13 @@ WITH_KV: dict[str, Mutation] = {
     "fewer keys than slots": argument("key", lambda x: x[1:].clone()),
     "slot beyond the cache": metadata(slot_mapping=put(3, 10**6)),
     "slot far beyond the cache": metadata(slot_mapping=put(3, 2**62)),
-    "slot -2": metadata(slot_mapping=put(0, -2)),
-    "int32 slots": metadata(slot_mapping=torch.Tensor.int),
+    "slot -2": metadata(slot_mapping=put(0, -2)), "int32 slots": metadata(slot_mapping=torch.Tensor.int),
     "short slots": metadata(slot_mapping=lambda x: x[:-1].clone()),
-}
+}  # fmt: skip
 WRITES: dict[str, Mutation] = {
     "slot beyond the cache": argument("slot_mapping", put(0, 10**6)),
     "slot just beyond the cache": argument("slot_mapping", put(0, 6 * 8)),
-    "slot -2": argument("slot_mapping", put(1, -2)),
-    "int32 slots": argument("slot_mapping", torch.Tensor.int),
+    "slot -2": argument("slot_mapping", put(1, -2)), "int32 slots": argument("slot_mapping", torch.Tensor.int),
     "short slots": argument("slot_mapping", lambda x: x[:-1].clone()),
     "slots of two dimensions": argument("slot_mapping", lambda x: x[:, None]),
     "key of other heads": argument("key", lambda x: x[:, :1].clone()),
@@ -118,7 +116,7 @@ WRITES: dict[str, Mutation] = {
     "fewer values than keys": argument("value", lambda x: x[:-1].clone()),
     "caches of other blocks": argument("value_cache", lambda x: x[:-1].clone()),
     "strided cache": argument("key_cache", strided),
-}
+}  # fmt: skip
 COPIES: dict[str, Mutation] = {
     "source beyond the cache": argument("copies", put((0, 0), 6)),
     "destination beyond the cache": argument("copies", put((1, 1), 2**40)),

@@ -379,9 +379,7 @@ def test_launches_of_one_step_compute_any_other(longest: int, options: dict[str,
     (2, 64, 64, 16, 5), (3, 80, 48, 48, 9), (1, 24, 16, 1, 600), (33, 80, 80, 16, 2),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.float16)], ids=str)
-def test_write_kv(
-    heads: int, head_dim: int, v_head_dim: int, block_size: int, num_tokens: int, dtypes: tuple[torch.dtype, ...]
-) -> None:
+def test_write_kv(heads: int, head_dim: int, v_head_dim: int, block_size: int, num_tokens: int, dtypes: Any) -> None:
     """Strided K and V (halves of one tensor), permuted slots, padding, a cache of another dtype."""
     num_blocks = -(-num_tokens // block_size) + 2
     both = torch.randn(heads, num_tokens, head_dim + v_head_dim, dtype=dtypes[0], device=DEVICE).transpose(0, 1)

@@ -58,10 +58,7 @@ def test_later_requests_have_the_new_weights(way: str, tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "name": (
-        lambda v: {n.replace("layers.0", "layers.7"): x for n, x in v.items()},
-        "is no weight of the model .and 8",
-    ),
+    "name": (lambda v: {n.replace("layers.0", "layers.7"): v[n] for n in v}, "is no weight of the model .and 8"),
     "missing": (lambda v: {NORM: v[NORM]}, "is missing .* give all weights, or say partial=True"),
     "shape": (lambda v: v | {NORM: v[NORM][:-1]}, r"model.norm.weight has shape \(\d+,\), and the model's has"),
     "dtype": (lambda v: v | {NORM: v[NORM].int()}, "has dtype torch.int32, which is not rounded to"),

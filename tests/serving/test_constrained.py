@@ -39,11 +39,9 @@ def expected(length: int, seed: int | None = None, eos: Any = 2, **options: Any)
 
 # -- structured output ---------------------------------------------------------------------------------------------
 
+NAMED = {"name": "x", "schema": SCHEMA, "strict": True}
 ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "json_schema": (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
-        {"json_schema": SCHEMA},
-    ),
+    "json_schema": ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, {"json_schema": SCHEMA}),
     "json_object": ({"response_format": {"type": "json_object"}}, {"json_object": True}),
     "json": ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": SCHEMA}),
     "regex": ({"structured_outputs": {"regex": REGEX}}, {"regex": REGEX}),

@@ -85,11 +85,8 @@ def test_an_idle_server_repeats_nothing(server: Running, every_step: None) -> No
     again = server.http.get("/live", headers={"if-none-match": first.headers["etag"]})
     assert again.status_code == 304 and again.content == b""
     live = first.json()
-    assert (
-        live["server"]["model"] == NAME
-        and live["server"]["prefix_eviction"] == "lru"
-        and live["server"]["version"] == hf_paged.__version__
-    )
+    about = [live["server"][field] for field in ("model", "prefix_eviction", "version")]
+    assert about == [NAME, "lru", hf_paged.__version__]
     assert live["engine"]["requests"] == [] and live["engine"]["pool"]["cached"]
 
 
@@ -97,9 +94,8 @@ def test_an_idle_server_repeats_nothing(server: Running, every_step: None) -> No
 def test_the_turn_of_a_cached_block_is_that_of_the_eviction(tmp_path: Path) -> None:
     code = 'console.log(["lru", "clock", "own"].map((each) => turnOf(7, [5, 7], each)).join("|"));'
     (tmp_path / "turn.mjs").write_text(f"{SOURCES['model.js']}\n{code}")
-    turns = subprocess.run(["node", tmp_path / "turn.mjs"], capture_output=True, text=True, check=True).stdout.split(
-        "|"
-    )
+    done = subprocess.run(["node", tmp_path / "turn.mjs"], capture_output=True, text=True, check=True)
+    turns = done.stdout.split("|")
     assert "2 of 2 by its last use" in turns[0] and "passes over" in turns[1] and turns[2].strip() == ""
     for eviction, name in (("clock", "clock"), (lambda cached, found: next(iter(cached)), "own")):
         with serving(scheduler_config=hf_paged.SchedulerConfig(prefix_eviction=eviction)) as running:

@@ -43,9 +43,7 @@ def test_a_stream_has_no_empty_chunks(server: Running) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"best_of": 8}, {"n": 4}, {"n": 4, "stop": "never"}], ids=str)
-def test_long_answers_do_not_become_text_on_the_event_loop(
-    server: Running, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
-) -> None:
+def test_long_answers_do_not_become_text_on_the_event_loop(server: Running, monkeypatch: Any, fields: Any) -> None:
     monkeypatch.setattr(answers, "_LONG", 20)
     on_loop: list[int] = []
     push, finish, loop = Detokenizer.push, Detokenizer.finish, server.thread.ident

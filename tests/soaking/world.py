@@ -190,9 +190,7 @@ class World:
             self._known[key] = self.solo(kind, version, adapter, prompts()[prompt], option)
         return self._known[key]
 
-    def solo(
-        self, kind: str, version: int, adapter: str | None, prompt: tuple[int, ...], option: int, **changes: Any
-    ) -> Known:
+    def solo(self, kind: str, version: int, adapter: str | None, prompt: Any, option: int, **changes: Any) -> Known:
         self.num_solo_runs += 1
         twin, made = self._twin(kind, version), options()[option]
         config = made.config(columns(kind, prompt))
