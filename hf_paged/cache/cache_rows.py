@@ -160,13 +160,13 @@ class CacheRows:
     def _slots_on(
         self, device: torch.device, index: int, start: int, stop: int, *, read: bool
     ) -> tuple[torch.Tensor, bool]:
-        """`_slots` on a device, and whether any is -1. In a view they are computed for the first layer of a group, and
-        what is read for padding is the first token of the row, which the mask hides."""
+        """`_slots` on a device, and whether any to be read is -1. In a view they are computed for the first layer of a
+        group, and what is read for padding is the first token of the row, which the mask hides."""
         key = device, self.memory.group_index(index), start, stop, read
         if self._viewed is not None and key in self._viewed:
             return self._viewed[key]
         slots = self._slots(index, start, stop, fill=read and self._viewed is not None)
-        found = to_device(slots, device), bool((slots < 0).any())
+        found = to_device(slots, device), read and bool((slots < 0).any())
         if self._viewed is not None:
             self._viewed[key] = found
         return found
